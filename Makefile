@@ -1,0 +1,58 @@
+# r7convert: every job has a target; plain `make` lists them.
+.DEFAULT_GOAL := help
+.PHONY: help demo test check fmt kernels test-gpu bench bench-codec docs wheel clean
+
+PYTHON ?= python3
+VENV   ?= .venv
+# One exact torch, installed first: plain `torch` fetches the CUDA build, several gigabytes.
+# Where a GPU is to be used: make TORCH=torch ... (and EXTRAS=cu12,dev for CUDA 12).
+TORCH  ?= torch==2.13.0
+EXTRAS ?= cu13,plot,dev
+PY     := $(VENV)/bin/python
+DEMO   ?= build/demo
+
+help:  ## list the targets
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
+
+$(VENV)/.ready: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(PY) -m pip install -q --disable-pip-version-check "$(TORCH)"
+	$(PY) -m pip install -q --disable-pip-version-check -e ".[$(EXTRAS)]"
+	touch $@
+
+demo: $(VENV)/.ready  ## write a small R7 checkpoint and convert it whole, on the CPU
+	$(PY) -m tests.demo $(DEMO)
+
+test: check  ## lint, types, kernels compiled without a GPU, docs, tests
+	$(PY) -m pytest -n 2
+
+check: $(VENV)/.ready  ## lint, format and types
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+
+fmt: $(VENV)/.ready  ## format the code
+	$(PY) -m ruff format .
+	$(PY) -m ruff check --fix .
+
+kernels: $(VENV)/.ready  ## compile every kernel for every architecture, no GPU needed
+	$(PY) -m pytest tests/test_kernels_compile.py
+
+# Runs under the python3 that is active: a GPU machine has its own torch.
+test-gpu:  ## the tests that need a GPU (they fail, not skip, where there is none)
+	$(PYTHON) -m pytest tests/gpu -m gpu -p no:cacheprovider
+
+bench: $(VENV)/.ready  ## repack against cp -r, paired in one run
+	$(PY) -m tests.bench_repack
+
+bench-codec:  ## search, encode and decode on this machine's GPU, beside exllamav3 where it is importable
+	$(PYTHON) -m tests.gpu.bench_codec
+
+docs: $(VENV)/.ready  ## regenerate docs/cli.md from --help
+	$(PY) -m tests.make_docs
+
+wheel: $(VENV)/.ready  ## build sdist and wheel into dist/
+	$(PY) -m build --no-isolation
+
+clean:  ## remove what the targets made
+	rm -rf $(VENV) build dist

@@ -1,0 +1,66 @@
+"""The import graph of r7convert points one way: a module imports lower levels only (DESIGN.md, "The tree")."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+PACKAGE = Path(__file__).parents[1] / "r7convert"
+MAX_LINES = 400
+
+LEVELS = {
+    "errors": 0,
+    "format": 1,
+    "stamp": 1,
+    "recipe": 2,
+    "store": 2,
+    "codec": 2,
+    "cpu": 3,
+    "policy": 3,
+    "plan": 3,
+    "checkpoint": 3,
+    "slabs": 3,
+    "kernels": 4,
+    "moe": 4,
+    "sample": 5,
+    "inspect": 5,
+    "restamp": 5,
+    "repack": 5,
+    "encode_shared": 5,
+    "verify": 5,
+    "hub": 5,
+    "report": 6,
+    "cli": 7,
+    "__init__": 8,
+    "__main__": 8,
+}
+
+
+def internal_imports(path: Path) -> set[str]:
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom):
+            module = node.module or ""
+            if node.level == 1:
+                module = f"r7convert.{module}" if module else "r7convert"
+            if module == "r7convert":
+                found |= {alias.name for alias in node.names if (PACKAGE / f"{alias.name}.py").exists()}
+            elif module.startswith("r7convert."):
+                found.add(module.split(".")[1])
+        elif isinstance(node, ast.Import):
+            found |= {alias.name.split(".")[1] for alias in node.names if alias.name.startswith("r7convert.")}
+    return found
+
+
+def test_modules_import_lower_levels_only() -> None:
+    modules = sorted(PACKAGE.glob("*.py"))
+    assert len(modules) >= 3
+    for path in modules:
+        level = LEVELS[path.stem]
+        for imported in internal_imports(path):
+            assert LEVELS[imported] < level, f"{path.stem} (level {level}) imports {imported} (level {LEVELS[imported]})"
+
+
+def test_no_module_is_an_attic() -> None:
+    for path in PACKAGE.glob("*.py"):
+        assert len(path.read_text().splitlines()) <= MAX_LINES, f"{path.name} has grown past {MAX_LINES} lines: split it by meaning"
