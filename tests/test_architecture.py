@@ -10,10 +10,12 @@ MAX_LINES = 400
 
 LEVELS = {
     "errors": 0,
+    "progress": 0,
     "format": 1,
     "stamp": 1,
     "recipe": 2,
     "store": 2,
+    "journal": 3,
     "codec": 2,
     "cpu": 3,
     "policy": 3,
@@ -30,9 +32,12 @@ LEVELS = {
     "verify": 5,
     "hub": 5,
     "report": 6,
-    "cli": 7,
-    "__init__": 8,
-    "__main__": 8,
+    "terminal": 6,
+    "cli_local": 7,
+    "cli_hub": 7,
+    "cli": 8,
+    "__init__": 9,
+    "__main__": 9,
 }
 
 

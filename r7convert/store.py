@@ -1,0 +1,346 @@
+"""The disk door: hostile-input header reader, streaming safetensors writer, strict and atomic JSON, space and folder checks.
+
+A file appears under its final name only when it is whole: `.partial` beside it, fsync, rename, fsync of the folder.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+import stat
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO, NoReturn, Self
+
+from r7convert.errors import FormatError, ResourceError, UsageError, complain
+from r7convert.format import DTYPE_BITS, TensorEntry, is_int, tensor_nbytes
+
+Json = Any
+
+PARTIAL = ".partial"
+STATE_DIR = ".r7convert"
+MAX_JSON_BYTES = 1 << 30
+# The strictest reader stops at 100,000,000; we stop writing at 20,000,000 since hub helpers stop at 25,000,000.
+MAX_HEADER_READ = 100_000_000
+MAX_HEADER_WRITE = 20_000_000
+DATA_ALIGNMENT = 4096
+POINTER_SIGNS = (b"version https://git-lfs", b"# xet version", b"version https://xet")
+
+
+# ---- reading --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """A safetensors header: `tensors` in file order, offsets absolute; `metadata` is {} where the file has none."""
+
+    file: str
+    size: int
+    data_start: int
+    metadata: dict[str, str]
+    tensors: dict[str, TensorEntry]
+
+
+def check_not_pointer(head: bytes, where: object) -> None:
+    """Raises:  FormatError if the bytes are a Git LFS or Xet pointer in place of the file."""
+    if head.startswith(POINTER_SIGNS):
+        raise FormatError(
+            complain(where, "this is a pointer, not the file", do="Fetch it with `hf download REPO` or `git lfs pull`, then run again.")
+        )
+
+
+def strict_json(raw: bytes, where: object) -> Json:
+    """Parse JSON, refusing what other readers resolve in silence: duplicate keys, NaN and Infinity, absurd depth, bad UTF-8.
+
+    Raises:  FormatError.
+    """
+
+    def no_duplicates(pairs: list[tuple[str, Json]]) -> dict[str, Json]:
+        made = dict(pairs)
+        if len(made) != len(pairs):
+            seen: set[str] = set()
+            twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+            raise FormatError(complain(where, "duplicate JSON key", expected="each key once", found=repr(twice)))
+        return made
+
+    def no_constant(word: str) -> NoReturn:
+        raise FormatError(complain(where, "JSON number", expected="a finite number", found=word))
+
+    try:
+        return json.loads(raw.decode("utf-8"), object_pairs_hook=no_duplicates, parse_constant=no_constant)
+    except (ValueError, RecursionError) as error:
+        raise FormatError(complain(where, "not valid JSON", expected="UTF-8 JSON", found=str(error)[:200])) from None
+
+
+def read_json(path: Path) -> Json:
+    """Raises:  FormatError if the file is missing, a pointer, too large or not strict JSON."""
+    try:
+        with path.open("rb") as file:
+            head = file.read(64)
+            check_not_pointer(head, path)
+            size = os.fstat(file.fileno()).st_size
+            if size > MAX_JSON_BYTES:
+                raise FormatError(complain(path, "size of a JSON file", expected=f"at most {MAX_JSON_BYTES} bytes", found=size))
+            return strict_json(head + file.read(), path)
+    except FileNotFoundError:
+        raise FormatError(complain(path, "missing file", do="Download it, or point to a complete folder.")) from None
+    except IsADirectoryError:
+        raise FormatError(complain(path, "expected a file, got a folder")) from None
+
+
+def header_length(prefix: bytes, size: int, where: object) -> int:
+    """Length of the JSON header from a file's first bytes; `size` is the file's whole size.
+
+    Raises:  FormatError for an empty, truncated or pointer file, or a length that cannot be.
+    """
+    if size == 0:
+        raise FormatError(complain(where, "empty file", expected="a safetensors file", found="0 bytes", do="Download it again."))
+    check_not_pointer(prefix, where)
+    if size < 8 or len(prefix) < 8:
+        raise FormatError(complain(where, "truncated file", expected="at least 8 bytes", found=size, do="Download it again."))
+    length = int.from_bytes(prefix[:8], "little")
+    if length > MAX_HEADER_READ:
+        raise FormatError(complain(where, "header length", expected=f"at most {MAX_HEADER_READ} bytes", found=length))
+    if 8 + length > size:
+        raise FormatError(
+            complain(where, "truncated file", expected=f"{8 + length} bytes of header", found=f"{size} bytes", do="Download it again.")
+        )
+    return length
+
+
+def parse_header(raw: bytes, *, file: str, size: int) -> Header:
+    """Check a header as hostile input: bounds, holes, overlap, order of nothing assumed, dtype x shape = bytes.
+
+    Raises:  FormatError naming the tensor.
+    Source:  FORMAT.md section 6.
+    """
+    if not raw.startswith(b"{"):
+        raise FormatError(complain(file, "header", expected="a JSON object from the first byte", found=repr(raw[:8])))
+    parsed = strict_json(raw, file)
+    if not isinstance(parsed, dict):
+        raise FormatError(complain(file, "header", expected="an object", found=type(parsed).__name__))
+    metadata = parsed.pop("__metadata__", None)
+    if metadata is None:
+        metadata = {}
+    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
+        raise FormatError(complain(file, "__metadata__", expected="an object of strings", found=repr(metadata)[:80]))
+    data_start = 8 + len(raw)
+    entries = [_parse_entry(name, value, file, data_start, size) for name, value in parsed.items()]
+    entries.sort(key=lambda e: (e.offset, e.nbytes))
+    at, before = data_start, "the header"
+    for entry in entries:
+        if entry.offset != at:
+            what = "hole in the data" if entry.offset > at else "overlapping tensors"
+            raise FormatError(complain(f"{file}: {entry.name}", f"{what} after {before}", expected=f"offset {at}", found=entry.offset))
+        at, before = entry.offset + entry.nbytes, entry.name
+    if at != size:
+        what = "trailing bytes" if at < size else "truncated file"
+        raise FormatError(complain(file, what, expected=f"{at} bytes", found=size, do="Download it again."))
+    return Header(file, size, data_start, metadata, {entry.name: entry for entry in entries})
+
+
+def _parse_entry(name: str, value: Json, file: str, data_start: int, size: int) -> TensorEntry:
+    where = f"{file}: {name}"
+    if not isinstance(value, dict) or set(value) != {"dtype", "shape", "data_offsets"}:
+        raise FormatError(complain(where, "header entry", expected="dtype, shape, data_offsets", found=repr(value)[:80]))
+    dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
+        raise FormatError(complain(where, "dtype", expected="a safetensors dtype", found=repr(dtype)[:80]))
+    if not isinstance(shape, list) or len(shape) > 64 or not all(is_int(n) and 0 <= n < 1 << 63 for n in shape):
+        raise FormatError(complain(where, "shape", expected="a list of sizes", found=repr(shape)[:80]))
+    if not isinstance(offsets, list) or len(offsets) != 2 or not all(is_int(n) and n >= 0 for n in offsets):
+        raise FormatError(complain(where, "data_offsets", expected="[begin, end]", found=repr(offsets)[:80]))
+    begin, end = offsets
+    if begin > end or data_start + end > size:
+        do = "The file is truncated: download it again." if begin <= end else ""
+        raise FormatError(complain(where, "data_offsets", expected=f"within {size - data_start} bytes of data", found=offsets, do=do))
+    nbytes = tensor_nbytes(dtype, shape)
+    if nbytes != end - begin:
+        raise FormatError(complain(where, f"bytes of {dtype} {shape}", expected=nbytes, found=end - begin))
+    return TensorEntry(name, dtype, tuple(shape), file, data_start + begin, nbytes)
+
+
+def read_header(path: Path) -> Header:
+    """The checked header of a safetensors file on disk; `file` in the result is the plain name.
+
+    Raises:  FormatError.
+    """
+    try:
+        with path.open("rb") as file:
+            info = os.fstat(file.fileno())
+            if not stat.S_ISREG(info.st_mode):
+                raise FormatError(complain(path, "not a regular file"))
+            prefix = file.read(64)
+            length = header_length(prefix, info.st_size, path)
+            raw = (prefix[8:] + file.read(max(0, length - 56)))[:length]
+    except FileNotFoundError:
+        do = "The link dangles: fetch the blob it points to." if path.is_symlink() else "Download it, or repair the index."
+        raise FormatError(complain(path, "missing file", do=do)) from None
+    except IsADirectoryError:
+        raise FormatError(complain(path, "expected a file, got a folder")) from None
+    return parse_header(raw, file=path.name, size=info.st_size)
+
+
+# ---- writing --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class FileRecord:
+    """What is known of a whole file: bytes and lower-case hex SHA-256, the Hub's own."""
+
+    size: int
+    sha256: str
+
+
+def sync_folder(folder: Path) -> None:
+    fd = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+class WholeFile:
+    """A file that appears under its name only when whole; SHA-256 taken while writing.
+
+    Use as a context manager: `with WholeFile(path) as file: file.write(...)`, then `file.record`. An error inside leaves
+    nothing behind but what a kill would leave too: a `.partial` that the next run overwrites.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.record: FileRecord | None = None
+        self._partial = path.with_name(path.name + PARTIAL)
+        self._file: BinaryIO = self._partial.open("wb", buffering=0)
+        self._digest = hashlib.sha256()
+        self._size = 0
+
+    def write(self, data: bytes | memoryview) -> None:
+        view = memoryview(data).cast("B")
+        self._digest.update(view)
+        self._size += len(view)
+        while view:
+            view = view[self._file.write(view) or 0 :]
+
+    def close(self) -> FileRecord:
+        os.fsync(self._file.fileno())
+        self._file.close()
+        self._partial.replace(self.path)
+        sync_folder(self.path.parent)
+        self.record = FileRecord(self._size, self._digest.hexdigest())
+        return self.record
+
+    def discard(self) -> None:
+        self._file.close()
+        self._partial.unlink(missing_ok=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self.discard()
+
+
+def encode_header(tensors: Sequence[tuple[str, str, Sequence[int]]], metadata: Mapping[str, str], where: object) -> bytes:
+    """Length word and JSON of a safetensors header for (name, dtype, shape) laid out in the order given, padded with spaces
+    so that the data begins at a multiple of 4096.
+
+    Raises:  FormatError for a name given twice or a header over 20,000,000 bytes.
+    """
+    made: dict[str, Json] = {"__metadata__": {key: metadata[key] for key in sorted(metadata)}}
+    at = 0
+    for name, dtype, shape in tensors:
+        if name in made:
+            raise FormatError(complain(where, "tensor written twice", found=name, expected="each name once"))
+        nbytes = tensor_nbytes(dtype, shape)
+        made[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [at, at + nbytes]}
+        at += nbytes
+    raw = json.dumps(made, separators=(",", ":"), ensure_ascii=False).encode()
+    length = -(-(8 + len(raw)) // DATA_ALIGNMENT) * DATA_ALIGNMENT - 8
+    if length > MAX_HEADER_WRITE:
+        raise FormatError(complain(where, "header", expected=f"at most {MAX_HEADER_WRITE} bytes", found=length, do="Split the file."))
+    return length.to_bytes(8, "little") + raw.ljust(length, b" ")
+
+
+def encode_json(value: Json, *, compact: bool = False) -> bytes:
+    """The one way JSON is written: UTF-8, keys in the order given, no NaN, newline at the end."""
+    style: dict[str, Any] = {"separators": (",", ":")} if compact else {"indent": 2}
+    return (json.dumps(value, ensure_ascii=False, allow_nan=False, **style) + "\n").encode()
+
+
+def write_bytes(path: Path, data: bytes) -> FileRecord:
+    """Write a whole small file atomically."""
+    with WholeFile(path) as file:
+        file.write(data)
+    assert file.record is not None
+    return file.record
+
+
+def write_json(path: Path, value: Json, *, compact: bool = False) -> FileRecord:
+    return write_bytes(path, encode_json(value, compact=compact))
+
+
+def hash_file(path: Path, chunk_bytes: int = 1 << 22) -> FileRecord:
+    """Size and SHA-256 of a file, read once in bounded memory."""
+    digest, size, buffer = hashlib.sha256(), 0, bytearray(chunk_bytes)
+    with path.open("rb", buffering=0) as file:
+        while n := file.readinto(buffer):
+            digest.update(memoryview(buffer)[:n])
+            size += n
+    return FileRecord(size, digest.hexdigest())
+
+
+# ---- folders --------------------------------------------------------------------------------------------------------
+
+
+def check_plain_name(name: object, where: object) -> str:
+    """A file name that stays inside its folder: no separators, drive, NUL, `..`, hidden or overlong names.
+
+    Raises:  FormatError.
+    """
+    if (
+        not isinstance(name, str)
+        or not name
+        or len(name.encode("utf-8", "surrogatepass")) > 255
+        or name.startswith(".")
+        or any(c in name for c in '/\\:\0*?"<>|')
+        or any(ord(c) < 32 for c in name)
+        or name != name.strip()
+    ):
+        raise FormatError(complain(where, "file name", expected="a plain name inside the folder", found=repr(name)[:120]))
+    return name
+
+
+def check_disjoint(source: Path, output: Path) -> None:
+    """Raises:  UsageError if one folder is, contains or lies inside the other, also through links."""
+    a, b = source.resolve(), output.resolve()
+    if a == b or a in b.parents or b in a.parents:
+        raise UsageError(
+            complain(output, "output and source may not contain each other", expected=f"a folder apart from {source}", found=b)
+        )
+
+
+def check_free_space(folder: Path, need_bytes: int) -> None:
+    """Raises:  ResourceError if the file system of `folder` (or of its nearest parent that exists) has less."""
+    place = folder
+    while not place.exists():
+        place = place.parent
+    free = shutil.disk_usage(place).free
+    if free < need_bytes:
+        raise ResourceError(
+            complain(folder, "free space", expected=f"{need_bytes:,} bytes", found=f"{free:,}", do="Free some, or choose another disk.")
+        )
+
+
+def remove_partials(folder: Path, names: Iterable[str]) -> None:
+    for name in names:
+        with contextlib.suppress(FileNotFoundError):
+            (folder / (name + PARTIAL)).unlink()
