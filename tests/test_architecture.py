@@ -14,6 +14,7 @@ LEVELS = {
     "format": 1,
     "stamp": 1,
     "data": 1,
+    "trellis": 1,
     "recipe": 2,
     "store": 2,
     "journal": 3,
