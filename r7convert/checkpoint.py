@@ -1,0 +1,342 @@
+"""A checkpoint as one frozen object: config, index, every header, and what they say together. No payload byte is read.
+
+`read_checkpoint(folder)` is the everyday door. The checks stand in `build_checkpoint`, which sees files only through a `Source`,
+so that a repo on the Hub, read by range requests, passes exactly the same ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from r7convert.errors import FormatError, Offences, complain
+from r7convert.experts import ExpertLayer, LayerNames, build_layer
+from r7convert.format import (
+    Geometry,
+    R7Block,
+    SharedExpertName,
+    Tail,
+    TensorEntry,
+    layer_of,
+    parse_geometry,
+    parse_name,
+    parse_r7_block,
+    parse_tail,
+)
+from r7convert.sidecars import check_bit_map, check_tail_map
+from r7convert.source import Folder, Source, collect
+from r7convert.store import Header, check_plain_name
+
+Json = Any
+
+INDEX = "model.safetensors.index.json"
+CONFIG = "config.json"
+QUANT_CONFIG = "quantization_config.json"
+HF_QUANT_CONFIG = "hf_quant_config.json"
+SHARD = ".safetensors"
+_DENSE_TRELLIS = ".trellis"
+
+
+@dataclass(frozen=True, slots=True)
+class SharedExpert:
+    """The shared expert of a layer: `form` "weight" (dtype in `dtype`) or "exl3" (K in `bits`); `module` as the names spell it."""
+
+    layer: int
+    module: str
+    form: str
+    dtype: str | None
+    bits: tuple[int, ...]
+    tensors: tuple[TensorEntry, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Mtp:
+    """The multi-token-prediction layers: how many config.json declares, and the tensors there are."""
+
+    declared: int
+    layers: tuple[int, ...]
+    names: frozenset[str]
+
+    @property
+    def problem(self) -> str | None:
+        """Why declaration and tensors do not agree, or None. A plan refuses it unless it drops the layers."""
+        if bool(self.declared) == bool(self.names):
+            return None
+        expected = f"tensors of {self.declared} MTP layers" if self.declared else "no MTP tensors, since num_nextn_predict_layers is 0"
+        found = f"{len(self.names)} tensors" + (f" of layers {list(self.layers)}" if self.layers else "") if self.names else "none"
+        return complain(CONFIG, "MTP layers", expected=expected, found=found, do="Use --drop-mtp to leave the MTP layers out.")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What headers and JSON say. `experts` has a layer for each one with EXL3 routed experts; `foreign` are shards that the index
+    does not name; `left_out` are files that are no part of a checkpoint.
+    """
+
+    source: Source
+    sizes: Mapping[str, int]
+    config: Mapping[str, Json]
+    quantization: Mapping[str, Json] | None
+    quantization_file: Mapping[str, Json] | None
+    hf_quant_config: Mapping[str, Json] | None
+    geometry: Geometry
+    weight_map: Mapping[str, str]
+    headers: Mapping[str, Header]
+    tensors: Mapping[str, TensorEntry]
+    root: str
+    r7: R7Block | None
+    tail: Tail | None
+    experts: Mapping[int, ExpertLayer]
+    shared_experts: Mapping[int, SharedExpert]
+    dense_exl3: Mapping[str, int]
+    """Modules outside the experts that hold a trellis, and their K."""
+    mtp: Mtp
+    foreign: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = field(default=())
+
+    @property
+    def where(self) -> str:
+        return self.source.where
+
+    @property
+    def moe_layers(self) -> tuple[int, ...]:
+        return tuple(self.experts)
+
+    @property
+    def payload_bytes(self) -> int:
+        return sum(entry.nbytes for entry in self.tensors.values())
+
+
+def read_checkpoint(folder: Path) -> Checkpoint:
+    """A folder's checkpoint, every header checked and all offenders named at once.
+
+    Raises:  FormatError, UnsupportedError.
+    """
+    return build_checkpoint(Folder(Path(folder)))
+
+
+def build_checkpoint(source: Source) -> Checkpoint:
+    """Read and check a checkpoint wherever it is.
+
+    Raises:  FormatError (what breaks the format), UnsupportedError (another codec or geometry); one error, all offenders.
+    Source:  FORMAT.md section 2.
+    """
+    sizes = source.sizes()
+    config = _object(source, CONFIG)
+    geometry = parse_geometry(config)
+    file_block = _object(source, QUANT_CONFIG) if QUANT_CONFIG in sizes else None
+    block = embedded_quantization(config) or file_block
+    r7 = _r7_block(config, file_block)
+    tail = parse_tail(config["hybrid_tr3_tail"]) if config.get("hybrid_tr3_tail") is not None else None
+    if tail is not None and tail.experts != geometry.experts:
+        raise FormatError(complain(f"{CONFIG}: hybrid_tr3_tail", "experts_per_layer", expected=geometry.experts, found=tail.experts))
+
+    bad = Offences()
+    weight_map = _read_weight_map(source, sizes, bad)
+    shards = sorted(set(weight_map.values()))
+    headers = {header.file: header for header in source.headers(shards)}
+    tensors = _match_index(weight_map, headers, bad)
+    bad.check()
+
+    layers, shared, dense = _sort_tensors(tensors, bad)
+    slabs = (block or {}).get("r7convert_slabs")
+    experts = {}
+    for layer in sorted(layers):
+        promise = _promised_form(layer, r7, tail, slabs)
+        if promise is None:
+            example = layers[layer][0][1]
+            what = f"routed experts of layer {layer}, which neither r7_routed_experts nor hybrid_tr3_tail covers"
+            bad.add(f"{example.file}: {example.name}", what, do="Repair moe_layers.")
+        elif (built := build_layer(layer, layers[layer], geometry, bad, form=promise)) is not None:
+            experts[layer] = built
+    roots = {layer.root for layer in experts.values()}
+    if len(roots) > 1:
+        bad.add(source.where, "tensor root", expected="one", found=sorted(roots))
+    _check_blocks(r7, tail, experts, geometry, bad)
+    warnings = check_bit_map(r7, experts, source, sizes, bad)
+    if tail is not None:
+        check_tail_map(tail, experts, source, sizes, bad)
+    bad.check()
+
+    mtp_names = {name: at for name in tensors if (at := mtp_layer(name, geometry)) is not None}
+    mtp = Mtp(geometry.mtp_layers, tuple(sorted(set(mtp_names.values()))), frozenset(mtp_names))
+    return Checkpoint(
+        source=source,
+        sizes=sizes,
+        config=config,
+        quantization=block,
+        quantization_file=file_block,
+        hf_quant_config=_object(source, HF_QUANT_CONFIG) if HF_QUANT_CONFIG in sizes else None,
+        geometry=geometry,
+        weight_map=weight_map,
+        headers=headers,
+        tensors=tensors,
+        root=roots.pop() if roots else "model.layers",
+        r7=r7,
+        tail=tail,
+        experts=experts,
+        shared_experts=_shared_experts(shared),
+        dense_exl3=dense,
+        mtp=mtp,
+        foreign=tuple(name for name in sizes if name.endswith(SHARD) and name not in headers),
+        left_out=tuple(source.left_out),
+        warnings=tuple(warnings),
+    )
+
+
+def embedded_quantization(config: Mapping[str, Json]) -> Mapping[str, Json] | None:
+    """config.json's own quantization block, from the top level or from text_config."""
+    for place in (config, config.get("text_config")):
+        if isinstance(place, Mapping) and isinstance(place.get("quantization_config"), Mapping):
+            return place["quantization_config"]  # type: ignore[no-any-return]
+    return None
+
+
+def mtp_layer(name: str, geometry: Geometry) -> int | None:
+    """The MTP layer a tensor belongs to, or None: layers from num_hidden_layers on, and everything under `mtp.`."""
+    layer = layer_of(name)
+    if name.startswith(("mtp.", "model.mtp.")):
+        return geometry.layers + (layer or 0)
+    return layer if layer is not None and layer >= geometry.layers else None
+
+
+def _object(source: Source, name: str) -> dict[str, Json]:
+    value = source.json(name)
+    if not isinstance(value, dict):
+        raise FormatError(complain(name, "JSON", expected="an object", found=type(value).__name__))
+    return value
+
+
+def _r7_block(config: Mapping[str, Json], file_block: Mapping[str, Json] | None) -> R7Block | None:
+    """The R7 block, which config.json and quantization_config.json repeat: two that differ are no description at all."""
+    inside = (embedded_quantization(config) or {}).get("r7_routed_experts")
+    beside = (file_block or {}).get("r7_routed_experts")
+    if inside is not None and beside is not None and inside != beside:
+        raise FormatError(
+            complain(
+                QUANT_CONFIG, "r7_routed_experts", expected="the block that config.json has", found="another", do="Keep the right one."
+            )
+        )
+    found = inside if inside is not None else beside
+    return None if found is None else parse_r7_block(found)
+
+
+def _read_weight_map(source: Source, sizes: Mapping[str, int], bad: Offences) -> dict[str, str]:
+    """Tensor name -> file. A folder with one shard and no index is its own index."""
+    if INDEX not in sizes:
+        shards = [name for name in sizes if name.endswith(SHARD)]
+        if len(shards) != 1:
+            found = f"{len(shards)} shards and no index"
+            raise FormatError(complain(source.where, INDEX, expected="the index", found=found, do="Download it."))
+        return dict.fromkeys(source.headers(shards)[0].tensors, shards[0])
+    weight_map = _object(source, INDEX).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise FormatError(complain(INDEX, "weight_map", expected="an object of tensor: file", found=type(weight_map).__name__))
+    for name in sorted({str(file) for file in weight_map.values()}):
+        if collect(bad, check_plain_name, name, INDEX) and name not in sizes:
+            count = sum(file == name for file in weight_map.values())
+            bad.add(name, f"missing file, named by {count} index entries", do="Download it, or repair the index.")
+    bad.check()
+    return weight_map
+
+
+def _match_index(weight_map: Mapping[str, str], headers: Mapping[str, Header], bad: Offences) -> dict[str, TensorEntry]:
+    """Every tensor of the indexed shards, after comparing index and headers in both directions."""
+    tensors: dict[str, TensorEntry] = {}
+    for header in headers.values():
+        for name, entry in header.tensors.items():
+            if name in tensors:
+                bad.add(name, "tensor in two shards", expected="one", found=f"{tensors[name].file} and {header.file}")
+            elif name not in weight_map:
+                bad.add(f"{header.file}: {name}", f"tensor is not in {INDEX}", do="The index is stale: fetch the right one.")
+            tensors[name] = entry
+    for name, file in weight_map.items():
+        if name not in tensors:
+            bad.add(INDEX, f"entry {name!r}", expected=f"a tensor of {file}", found="no such tensor in any shard")
+        elif tensors[name].file != file and name not in headers[file].tensors:
+            bad.add(INDEX, f"entry {name!r}", expected=tensors[name].file, found=file)
+    return tensors
+
+
+def _sort_tensors(
+    tensors: Mapping[str, TensorEntry], bad: Offences
+) -> tuple[dict[int, LayerNames], dict[int, list[tuple[SharedExpertName, TensorEntry]]], dict[str, int]]:
+    """Tensors by what their names say: routed experts and shared experts by layer; dense modules with a trellis, and their K."""
+    layers: dict[int, LayerNames] = {}
+    shared: dict[int, list[tuple[SharedExpertName, TensorEntry]]] = {}
+    dense: dict[str, int] = {}
+    strangers: list[TensorEntry] = []
+    for name, entry in tensors.items():
+        parsed = parse_name(name)
+        if isinstance(parsed, SharedExpertName):
+            shared.setdefault(parsed.layer, []).append((parsed, entry))
+        elif parsed is not None:
+            layers.setdefault(parsed.layer, []).append((parsed, entry))
+        elif "sqg" in name.lower():
+            bad.add(f"{entry.file}: {name}", "sqg marker", expected="none", found=name.rsplit(".", 1)[-1], do="SQG is another codec.")
+        elif ".mlp.experts." in name:
+            strangers.append(entry)
+        elif name.endswith(_DENSE_TRELLIS) and len(entry.shape) == 3:
+            dense[name.removesuffix(_DENSE_TRELLIS)] = entry.shape[2] // 16
+    for entry in strangers:
+        # Experts that are no EXL3 (a BF16 MTP layer) are carried; beside EXL3 ones in the same layer they are a mistake.
+        if layer_of(entry.name) in layers:
+            bad.add(f"{entry.file}: {entry.name}", "unknown tensor among the routed experts of an EXL3 layer")
+    return layers, shared, dense
+
+
+def _promised_form(layer: int, r7: R7Block | None, tail: Tail | None, slabs: Json) -> Any:
+    """What the config says the layer's experts look like; None where it says nothing."""
+    in_r7 = r7 is not None and r7.moe_layers[0] <= layer <= r7.moe_layers[1]
+    in_tail = tail is not None and tail.moe_layers[0] <= layer <= tail.moe_layers[1]
+    if in_r7 and in_tail:
+        return "either"
+    if in_r7:
+        return "whole"
+    if in_tail or slabs is not None:
+        return "ranked"
+    return "either" if r7 is None and tail is None else None
+
+
+def _check_blocks(r7: R7Block | None, tail: Tail | None, experts: Mapping[int, ExpertLayer], geometry: Geometry, bad: Offences) -> None:
+    """Blocks against payload: every layer they name is there, K and tp are what they say."""
+    for name, block in (("r7_routed_experts", r7), ("hybrid_tr3_tail", tail)):
+        first, last = block.moe_layers if block is not None else (0, -1)
+        limit = geometry.layers + max(geometry.mtp_layers, 1)
+        if last >= limit:
+            bad.add(f"{CONFIG}: {name}", "moe_layers", expected=f"layers below {limit}", found=[first, last])
+            continue
+        for layer in range(first, last + 1):
+            if layer in experts:
+                continue
+            is_absent_mtp = layer >= geometry.layers  # said by Mtp.problem, where --drop-mtp can answer
+            if not is_absent_mtp and not bad.lines:
+                bad.add(f"layer {layer}", f"no routed experts, though {name} covers it", expected=geometry.experts, found=0)
+    for found in experts.values():
+        ranked = found.tp is not None
+        block = tail if ranked else r7
+        if block is None:
+            continue
+        name = "hybrid_tr3_tail" if ranked else "r7_routed_experts"
+        for expert, row in enumerate(found.bits):
+            if outside := sorted(set(row) - set(block.k_values)):
+                where = f"{found.root}.{found.layer}.mlp.experts.{expert}"
+                bad.add(where, "K", expected=f"one of {list(block.k_values)}, as {name} says", found=outside)
+        if tail is not None and ranked and found.tp != tail.tp:
+            bad.add(f"layer {found.layer}", "ranks", expected=f"tp {tail.tp}, as {name} says", found=found.tp)
+
+
+def _shared_experts(found: Mapping[int, Iterable[tuple[SharedExpertName, TensorEntry]]]) -> dict[int, SharedExpert]:
+    made = {}
+    for layer in sorted(found):
+        names = list(found[layer])
+        entries = tuple(entry for _, entry in names)
+        is_exl3 = any(name.field == "trellis" for name, _ in names)
+        dtypes = sorted({entry.dtype for name, entry in names if name.field == "weight"})
+        bits = tuple(sorted({entry.shape[2] // 16 for name, entry in names if name.field == "trellis" and len(entry.shape) == 3}))
+        form = "mixed" if is_exl3 and dtypes else "exl3" if is_exl3 else "weight"
+        made[layer] = SharedExpert(layer, names[0][0].module, form, dtypes[0] if dtypes else None, bits, entries)
+    return made

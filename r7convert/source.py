@@ -1,0 +1,101 @@
+"""Where the bytes of a checkpoint are: the protocol that checkpoint.py reads through, and the plain folder behind it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, ParamSpec, Protocol, TypeVar
+
+from r7convert.errors import FormatError, Offences, ResourceError, complain
+from r7convert.store import Header, check_not_pointer, read_header, read_json
+
+Json = Any
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_SNAPSHOT = re.compile(r"models--(?P<repo>[^/]+)/snapshots/(?P<commit>[0-9a-f]{40})$")
+_POINTER_BYTES = 1024  # pointers have about 130
+
+
+class Source(Protocol):
+    """Where the bytes of a checkpoint are. `where` is for messages and is never written to an output."""
+
+    where: str
+    repo: str | None
+    commit: str | None
+    left_out: Sequence[str]
+
+    def sizes(self) -> Mapping[str, int]:
+        """Bytes of every file at the top level, by plain name."""
+
+    def json(self, name: str) -> Json:
+        """Raises:  FormatError if missing, a pointer, or not strict JSON."""
+
+    def headers(self, names: Sequence[str]) -> list[Header]:
+        """Raises:  FormatError with every file that has none or a broken one."""
+
+    def read(self, name: str, offset: int, nbytes: int) -> bytes:
+        """A range of payload, for the few small reads a plan makes."""
+
+
+class Folder:
+    """A checkpoint folder on this machine, a cache snapshot (links into blobs) included.
+
+    Raises:  FormatError for what is no folder; every dangling link and every pointer stub is named.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.where = str(path)
+        if not path.is_dir():
+            raise FormatError(
+                complain(path, "not a folder", expected="a checkpoint folder", found="a file" if path.exists() else "nothing")
+            )
+        # The folder as named, not resolved: inside a snapshot the files are links, the folder is real.
+        match = _SNAPSHOT.search(path.absolute().as_posix())
+        self.repo = match["repo"].replace("--", "/") if match else None
+        self.commit = match["commit"] if match else None
+        self.left_out: Sequence[str] = ()
+
+    def sizes(self) -> Mapping[str, int]:
+        bad, sizes = Offences(), {}
+        left_out = []
+        for path in sorted(self.path.iterdir()):
+            if path.is_symlink() and not path.exists():
+                bad.add(path, "dangling link", expected="the blob it points to", found="nothing", do="Download it again.")
+            elif path.name.startswith(".") or path.name.endswith((".partial", ".incomplete")) or not path.is_file():
+                left_out.append(path.name)
+            else:
+                sizes[path.name] = path.stat().st_size
+                if sizes[path.name] < _POINTER_BYTES:
+                    collect(bad, check_not_pointer, path.read_bytes(), path)
+        bad.check()
+        self.left_out = tuple(left_out)
+        return sizes
+
+    def json(self, name: str) -> Json:
+        return read_json(self.path / name)
+
+    def headers(self, names: Sequence[str]) -> list[Header]:
+        bad = Offences()
+        found = [collect(bad, read_header, self.path / name) for name in names]
+        bad.check()
+        return [header for header in found if header is not None]
+
+    def read(self, name: str, offset: int, nbytes: int) -> bytes:
+        with (self.path / name).open("rb", buffering=0) as file:
+            file.seek(offset)
+            data = file.read(nbytes)
+        if len(data) != nbytes:
+            raise ResourceError(complain(self.path / name, "file is shorter than its header says", expected=nbytes, found=len(data)))
+        return data
+
+
+def collect(bad: Offences, read: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R | None:
+    """The result of the call, or None with its FormatError added to the offences."""
+    try:
+        return read(*args, **kwargs)
+    except FormatError as error:
+        bad.lines.append(str(error))
+        return None
