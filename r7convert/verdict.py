@@ -1,0 +1,104 @@
+"""What verify says, as data: parts, named checks, failures; and VERDICT.json, bound to the digest of the manifest it judged.
+
+Verdict -> Part (seal, contract, bytes, numbers) -> Check -> failures, at most 20 lines kept, all counted
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from r7convert import __version__
+from r7convert.errors import SHOWN_OFFENDERS, FormatError, ResourceError, VerifyError, complain
+from r7convert.findings import Part
+from r7convert.format import is_int
+from r7convert.journal import VERDICT, locked, manifest_digest
+from r7convert.store import read_json, write_json
+
+Json = Any
+
+VERDICT_FORMAT = "r7convert-verdict-v1"
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """The judgement of one sealed folder. `manifest_sha256` is "" where there was no seal to judge."""
+
+    manifest_sha256: str
+    target: str
+    tp: int
+    reader: str
+    parts: tuple[Part, ...]
+
+    @property
+    def ok(self) -> bool:
+        """True if the seal and the contract ran, and no part that ran failed."""
+        states = {part.name: part.state for part in self.parts}
+        return states.get("seal") == states.get("contract") == "passed" and "failed" not in states.values()
+
+    def failure_lines(self) -> list[str]:
+        """At most 20 lines over all parts, then a count."""
+        lines = [f"{part.name}: {check.name}: {line}" for part in self.parts for check in part.checks.values() for line in check.shown]
+        count = sum(part.failures for part in self.parts)
+        shown = lines[:SHOWN_OFFENDERS]
+        return [*shown, f"... and {count - len(shown)} more"] if count > len(shown) else shown
+
+    def check(self) -> None:
+        """Raises:  VerifyError with the failures, unless the verdict is ok."""
+        if not self.ok:
+            raise VerifyError("\n".join(self.failure_lines() or ["nothing was judged"]))
+
+    def to_json(self) -> Json:
+        return {
+            "format": VERDICT_FORMAT,
+            "tool": f"r7convert {__version__}",
+            "ok": self.ok,
+            "manifest_sha256": self.manifest_sha256,
+            "target": self.target,
+            "tp": self.tp,
+            "reader": self.reader,
+            "parts": [part.to_json() for part in self.parts],
+        }
+
+
+def write_verdict(folder: Path, verdict: Verdict) -> None:
+    """Write VERDICT.json beside the manifest it is bound to. An unsealed folder gets none: there is nothing to bind it to.
+
+    Raises:  ResourceError if the folder cannot be written or another command holds it.
+    """
+    if not verdict.manifest_sha256:
+        return
+    try:
+        with locked(folder):
+            write_json(folder / VERDICT, verdict.to_json())
+    except OSError as error:
+        raise ResourceError(complain(folder / VERDICT, "cannot write the verdict", expected="a writable folder", found=error)) from None
+
+
+def check_verdict(folder: Path) -> Json:
+    """The verdict of a folder as JSON, if it is ok and belongs to the manifest that stands there now: what push asks.
+
+    Raises:  VerifyError if it is missing, failed, malformed, or judged another manifest.
+    """
+    path = folder / VERDICT
+    do = f"Run `r7convert verify {folder}`, best with --source."
+    if not path.exists():
+        raise VerifyError(complain(folder, f"no {VERDICT}: nobody judged this folder", do=do))
+    try:
+        value = read_json(path)
+    except FormatError as error:
+        raise VerifyError(str(error)) from None
+    if not isinstance(value, dict) or value.get("format") != VERDICT_FORMAT or not isinstance(value.get("ok"), bool):
+        raise VerifyError(complain(path, "verdict", expected=VERDICT_FORMAT, found="something else", do=do))
+    if not isinstance(value.get("parts"), list) or not is_int(value.get("tp")):
+        raise VerifyError(complain(path, "verdict", expected="`parts` and `tp`", found=sorted(value), do=do))
+    try:
+        digest = manifest_digest(folder)
+    except OSError:
+        digest = "none"
+    if value.get("manifest_sha256") != digest:
+        raise VerifyError(complain(path, "verdict of another manifest", expected=digest, found=value.get("manifest_sha256"), do=do))
+    if value["ok"] is not True:
+        raise VerifyError(complain(path, "the verdict on this folder is: failed", do=do))
+    return value
