@@ -54,6 +54,21 @@ LEVELS = {
     "cli": 9,
     "__init__": 10,
     "__main__": 10,
+    "sample_shape": 4,
+    "sample": 5,
+    "inspect": 5,
+    "restamp": 5,
+    "repack": 5,
+    "encode_shared": 5,
+    "verify": 5,
+    "hub": 5,
+    "report": 6,
+    "terminal": 6,
+    "cli_local": 7,
+    "cli_hub": 7,
+    "cli": 8,
+    "__init__": 9,
+    "__main__": 9,
 }
 
 
