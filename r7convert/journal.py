@@ -96,20 +96,10 @@ class Journal:
             os.fsync(file.fileno())
 
     def _whole_lines(self) -> list[Json]:
-        """The lines before a torn end: a kill inside an append leaves at most one line without its newline."""
-        if not self.path.exists():
-            return []
-        raw = self.path.read_bytes()
-        whole = raw[: raw.rfind(b"\n") + 1]
-        try:
-            lines = [json.loads(line) for line in whole.splitlines()]
-            if any(not isinstance(line, dict) for line in lines) or (lines and "fingerprint" not in lines[0]):
-                raise ValueError("not a journal")
-        except ValueError as error:
-            raise FormatError(complain(self.path, "unreadable journal", found=error, expected="JSON lines", do="Use --restart.")) from None
-        if len(whole) != len(raw):
+        lines, whole_bytes = _read_lines(self.path)
+        if self.path.exists() and self.path.stat().st_size != whole_bytes:
             with self.path.open("r+b") as file:
-                file.truncate(len(whole))
+                file.truncate(whole_bytes)
         return lines
 
     def _check_same(self, line: Json, fingerprint: Mapping[str, Json], folder: Path) -> None:
@@ -125,6 +115,33 @@ class Journal:
                         do="Repeat the earlier command to finish it, or use --restart to discard it.",
                     )
                 )
+
+
+def _read_lines(path: Path) -> tuple[list[Json], int]:
+    """The lines before a torn end, and their bytes: a kill inside an append leaves at most one line without its newline."""
+    if not path.exists():
+        return [], 0
+    raw = path.read_bytes()
+    whole = raw[: raw.rfind(b"\n") + 1]
+    try:
+        lines = [json.loads(line) for line in whole.splitlines()]
+        if any(not isinstance(line, dict) for line in lines) or (lines and "fingerprint" not in lines[0]):
+            raise ValueError("not a journal")
+    except ValueError as error:
+        raise FormatError(complain(path, "unreadable journal", found=error, expected="JSON lines", do="Use --restart.")) from None
+    return lines, len(whole)
+
+
+def read_journal(folder: Path) -> tuple[Json | None, dict[str, FileRecord]]:
+    """Fingerprint and finished files of the run that was cut short in `folder`, read without touching anything; None, {}
+    where there is none.
+
+    Raises:  FormatError (an unreadable one).
+    """
+    lines, _ = _read_lines(folder / STATE_DIR / "journal.jsonl")
+    if not lines:
+        return None, {}
+    return lines[0]["fingerprint"], {line["file"]: FileRecord(line["size"], line["sha256"]) for line in lines[1:]}
 
 
 @dataclass(frozen=True, slots=True)

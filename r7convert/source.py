@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ParamSpec, Protocol, TypeVar
 
+from r7convert.address import read_origin
 from r7convert.errors import FormatError, Offences, ResourceError, complain
 from r7convert.store import Header, check_not_pointer, read_header, read_json
 
@@ -14,7 +14,6 @@ Json = Any
 P = ParamSpec("P")
 R = TypeVar("R")
 
-_SNAPSHOT = re.compile(r"models--(?P<repo>[^/]+)/snapshots/(?P<commit>[0-9a-f]{40})$")
 _POINTER_BYTES = 1024  # pointers have about 130
 
 
@@ -52,10 +51,9 @@ class Folder:
             raise FormatError(
                 complain(path, "not a folder", expected="a checkpoint folder", found="a file" if path.exists() else "nothing")
             )
-        # The folder as named, not resolved: inside a snapshot the files are links, the folder is real.
-        match = _SNAPSHOT.search(path.absolute().as_posix())
-        self.repo = match["repo"].replace("--", "/") if match else None
-        self.commit = match["commit"] if match else None
+        origin = read_origin(path)
+        self.repo = origin.id if origin else None
+        self.commit = origin.revision if origin else None
         self.left_out: Sequence[str] = ()
 
     def sizes(self) -> Mapping[str, int]:

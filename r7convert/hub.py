@@ -1,0 +1,295 @@
+"""The network door: what a repository holds, byte ranges of its files, retries, and errors of ours in place of the client's.
+
+huggingface_hub does the work (sessions, tokens, endpoints, uploads, its own retries); this module adds what its calls lack:
+one snapshot of names, sizes and digests at a resolved commit, bounded retries around calls that it tries only once, and
+one line for every failure, without tokens, home paths or signed URLs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import json
+import os
+import re
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from r7convert import __version__
+from r7convert.address import Repo
+from r7convert.errors import FormatError, InputError, NetworkError, R7Error, ResourceError, complain
+
+T = TypeVar("T")
+
+LIBRARY: dict[str, Any] = {"library_name": "r7convert", "library_version": __version__}
+RETRIES = 5
+LONGEST_WAIT_S = 300.0
+TRANSIENT = frozenset({408, 429, 500, 502, 503, 504})
+READ_TIMEOUT_S = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class HubFile:
+    """One file of a repository as the Hub lists it. `sha256` is known for LFS files, `git_oid` is a blob's SHA-1 for the rest."""
+
+    name: str
+    size: int
+    sha256: str | None
+    git_oid: str
+
+    def check(self, path: Path, where: str) -> str:
+        """SHA-256 of the file on disk, once it has proved to be the one listed.
+
+        Raises:  NetworkError naming the digest that differs.
+        """
+        sha256, sha1 = hashlib.sha256(), hashlib.sha1(b"blob %d\0" % self.size, usedforsecurity=False)
+        with path.open("rb", buffering=0) as file:
+            while block := file.read(1 << 22):
+                sha256.update(block)
+                if self.sha256 is None:
+                    sha1.update(block)
+        kind, expected, found = (
+            ("sha256", self.sha256, sha256.hexdigest()) if self.sha256 else ("git blob id", self.git_oid, sha1.hexdigest())
+        )
+        if found != expected:
+            raise NetworkError(complain(where, kind, expected=expected, found=found, do="The bytes served differ from the Hub's listing."))
+        return sha256.hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """A repository at one commit: the files of its top level, by name."""
+
+    repo: str
+    revision: str
+    commit: str
+    private: bool
+    files: dict[str, HubFile]
+
+
+def read_snapshot(repo: Repo) -> Snapshot:
+    """Resolve a revision to its commit and list what stands there.
+
+    Raises:  NetworkError (no such repository, no access, no network), InputError (a dangling listing).
+    """
+    from huggingface_hub.hf_api import RepoFile
+
+    api = hub_api()
+    with speaking(repo):
+        info = patiently(lambda: api.model_info(repo.id, revision=repo.revision))
+        if info.sha is None:
+            raise InputError(complain(repo, "the Hub names no commit", do="Is the repository empty?"))
+        listing = patiently(lambda: list(api.list_repo_tree(repo.id, revision=info.sha)))
+    files = {
+        entry.path: HubFile(entry.path, entry.size, entry.lfs.sha256 if entry.lfs else None, entry.blob_id)
+        for entry in listing
+        if isinstance(entry, RepoFile)
+    }
+    return Snapshot(repo.id, repo.revision or "main", info.sha, bool(info.private), files)
+
+
+def hub_api() -> Any:
+    """huggingface_hub's client under our name; its variables (HF_ENDPOINT, HF_TOKEN, HF_HOME, ...) hold."""
+    from huggingface_hub import HfApi
+
+    return HfApi(**LIBRARY)
+
+
+def read_range(snapshot: Snapshot, name: str, start: int, stop: int) -> bytes:
+    """Bytes [start, stop) of a file by an HTTP range request; the body is never read further than asked.
+
+    Raises:  NetworkError, also where the server answers with another range.
+    """
+    from huggingface_hub import hf_hub_url
+    from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, http_stream_backoff
+
+    where = f"{snapshot.repo}: {name}"
+    url = hf_hub_url(snapshot.repo, name, revision=snapshot.commit)
+    headers = build_hf_headers(**LIBRARY) | {"Range": f"bytes={start}-{stop - 1}", "Accept-Encoding": "identity"}
+
+    def fetch() -> bytes:
+        # A wait between reads ends, so a stalled server cannot hold the run; dropped connections are tried again.
+        with http_stream_backoff("GET", url, headers=headers, timeout=READ_TIMEOUT_S, max_retries=0, retry_on_exceptions=()) as response:
+            hf_raise_for_status(response)
+            whole = response.status_code == 200 and start == 0
+            if response.status_code != 206 and not whole:
+                raise NetworkError(complain(where, "range request", expected="status 206", found=response.status_code))
+            data = bytearray()
+            for block in response.iter_bytes(1 << 20):
+                data += block
+                if len(data) >= stop - start:
+                    break
+        return bytes(data[: stop - start])
+
+    if stop <= start:
+        return b""
+    with speaking(where):
+        data = patiently(fetch)
+    if len(data) != stop - start:
+        raise NetworkError(complain(where, "range request", expected=f"{stop - start} bytes", found=len(data), do="Run again."))
+    return data
+
+
+def read_whole(snapshot: Snapshot, name: str, most_bytes: int) -> bytes:
+    """A small file, whole, in memory.
+
+    Raises:  InputError where the repository has none, FormatError over `most_bytes`, NetworkError.
+    """
+    file = snapshot.files.get(name)
+    if file is None:
+        raise InputError(complain(f"{snapshot.repo}@{snapshot.commit[:12]}", "missing file", expected=name, found="no such file"))
+    if file.size > most_bytes:
+        raise FormatError(complain(f"{snapshot.repo}: {name}", "size", expected=f"at most {most_bytes} bytes", found=file.size))
+    return read_range(snapshot, name, 0, file.size)
+
+
+# ---- patience and errors ----------------------------------------------------------------------------------------------
+
+
+def patiently(call: Callable[[], T], *, retries: int = RETRIES) -> T:
+    """Call again after 429, 5xx and broken connections: Retry-After is honoured, and the number of tries is bounded.
+
+    For calls that the client makes only once and that are safe to repeat.
+    """
+    from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
+
+    transport_error, wait_s = _transport_error(), 1.0
+    for left in range(retries, -1, -1):
+        try:
+            return call()
+        except HfHubHTTPError as error:
+            if error.response.status_code not in TRANSIENT or not left:
+                raise
+            wait_s = _retry_after(error.response.headers) or wait_s
+        except OfflineModeIsEnabled:
+            raise
+        except (transport_error, json.JSONDecodeError):
+            # A gateway's HTML in place of JSON is a 5xx in disguise.
+            if not left:
+                raise
+        time.sleep(min(wait_s, LONGEST_WAIT_S))
+        wait_s = min(wait_s * 2, 8.0)
+    raise AssertionError("unreachable")
+
+
+def _transport_error() -> type[Exception]:
+    from huggingface_hub.utils import httpx  # the client's own HTTP library, whichever it is
+
+    error: type[Exception] = httpx.TransportError
+    return error
+
+
+def _retry_after(headers: Any) -> float | None:
+    value = headers.get("Retry-After", "")
+    return float(value) + 0.1 if re.fullmatch(r"\d+(\.\d+)?", value) else None
+
+
+@contextlib.contextmanager
+def speaking(where: object) -> Iterator[None]:
+    """Turn whatever the client raises into one line of ours.
+
+    Raises:  NetworkError, or ResourceError where this machine's disk is at fault.
+    """
+    from huggingface_hub import errors
+
+    try:
+        yield
+    except R7Error:
+        raise
+    except errors.GatedRepoError:
+        raise NetworkError(complain(where, "gated repository", do="Ask for access on its page, then set HF_TOKEN.")) from None
+    except errors.RepositoryNotFoundError:
+        raise NetworkError(complain(where, "no such repository, or no access to it", do="Check the name, and HF_TOKEN.")) from None
+    except errors.RevisionNotFoundError:
+        raise NetworkError(complain(where, "no such branch, tag or commit")) from None
+    except errors.EntryNotFoundError as error:
+        if isinstance(error, errors.LocalEntryNotFoundError):
+            raise NetworkError(complain(where, "the Hub cannot be reached", found=_cause(error), expected="an answer")) from None
+        raise NetworkError(complain(where, "no such file in the repository")) from None
+    except errors.OfflineModeIsEnabled:
+        raise NetworkError(complain(where, "offline", do="Unset HF_HUB_OFFLINE, or name a folder.")) from None
+    except errors.HfHubHTTPError as error:
+        status = error.response.status_code
+        do = {401: "Set HF_TOKEN.", 403: "The token may not do this.", 429: "Wait, then run again."}.get(status, "Run again.")
+        said = redact(error.server_message or "").replace("\n", " ")[:300]
+        raise NetworkError(
+            complain(where, "the Hub refused", expected="success", found=f"status {status} {said}".rstrip(), do=do)
+        ) from None
+    except (_transport_error(), TimeoutError, ConnectionError, json.JSONDecodeError) as error:
+        raise NetworkError(complain(where, "connection lost", expected="an answer", found=_cause(error), do="Run again.")) from None
+    except OSError as error:
+        if error.errno is None:  # the client's word for a body that ends early
+            raise NetworkError(
+                complain(where, "transfer failed", found=_cause(error), expected="the whole file", do="Run again.")
+            ) from None
+        do = {errno.ENOSPC: "Free some space.", errno.EACCES: "Check permissions."}.get(error.errno, "")
+        raise ResourceError(complain(where, error.strerror or type(error).__name__, do=do)) from None
+    except ValueError as error:
+        raise NetworkError(complain(where, "the Hub refused", expected="success", found=_cause(error))) from None
+
+
+def _cause(error: BaseException) -> str:
+    lines = [line for line in redact(str(error)).splitlines() if line.strip()]
+    return f"{type(error).__name__} ({lines[0][:200]})" if lines else type(error).__name__
+
+
+def redact(text: str) -> str:
+    """The text without tokens, home folder, host name, or queries of signed URLs."""
+    text = re.sub(r"\bhf_(?:oauth_|jwt_)?[A-Za-z0-9._-]{8,}", "hf_***", text)
+    text = re.sub(r"(https?://[^\s?]+)\?\S+", r"\1", text)
+    if (token := os.environ.get("HF_TOKEN", "")) and len(token) >= 8:
+        text = text.replace(token, "***")
+    home, host = str(Path.home()), socket.gethostname()
+    if len(home) > 1:
+        text = re.sub(rf"{re.escape(home)}(?=[/\\\s'\"]|$)", "~", text)
+    return re.sub(rf"\b{re.escape(host)}\b", "host", text) if host and host != "localhost" else text
+
+
+def quiet_client() -> None:
+    """Silence the client's own talk (its warnings print signed URLs) unless its variables ask for it."""
+    from huggingface_hub.utils import disable_progress_bars, logging
+
+    if not os.environ.get("HF_HUB_VERBOSITY") and not os.environ.get("HF_DEBUG"):
+        logging.set_verbosity(logging.ERROR)
+    if os.environ.get("HF_HUB_DISABLE_PROGRESS_BARS") is None:
+        disable_progress_bars()
+
+
+class Stop(Exception):
+    """Raised inside a transfer that another thread has asked to end."""
+
+
+def transfer_bar(advance: Callable[[int], None], stop: threading.Event) -> type:
+    """A class in the shape of tqdm that the client feeds with bytes, and that ends the transfer once `stop` is set."""
+
+    class Bar:
+        def __init__(self, *_: object, total: float | None = None, initial: float = 0, **__: object) -> None:
+            self.total, self.n = total, initial
+
+        def update(self, n: float | None = 1) -> None:
+            if stop.is_set():
+                raise Stop
+            self.n += n or 0
+            advance(int(n or 0))
+
+        def update_transfer(self, n: float | None = 1) -> None:
+            pass
+
+        def close(self, *_: object, **__: object) -> None:
+            pass
+
+        refresh = set_postfix_str = set_transfer_postfix_str = set_description = set_description_str = close
+
+        def __enter__(self) -> Bar:
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            pass
+
+    return Bar
