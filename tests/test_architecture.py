@@ -22,6 +22,8 @@ LEVELS = {
     "store": 2,
     "codec": 2,
     "nvrtc": 2,
+    "ktable": 2,
+    "knapsack": 2,
     "journal": 3,
     "source": 3,
     "hub": 3,
