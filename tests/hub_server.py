@@ -70,6 +70,7 @@ class Fault:
     status: int | None = None  # answer with this status instead
     headers: dict[str, str] = field(default_factory=dict)
     cut: int | None = None  # send that many body bytes, then drop the connection
+    whole: bool = False  # pay no heed to Range
     corrupt: bool = False  # flip one bit in the body, length kept
     seconds: float = 0.0  # wait before answering
     call: Callable[[], None] | None = None  # run this first (move a branch, kill the client)
@@ -313,7 +314,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _send(self, path: str, answer: Answer, fault: Fault | None) -> None:
         start, stop, status = 0, len(answer.body) if isinstance(answer.body, bytes) else answer.body.stat().st_size, answer.status
         total, asked = stop, self.headers.get("Range")
-        if asked and status == 200 and (match := re.fullmatch(r"bytes=(\d+)-(\d*)", asked)):
+        if asked and status == 200 and not (fault and fault.whole) and (match := re.fullmatch(r"bytes=(\d+)-(\d*)", asked)):
             start, stop = int(match[1]), min(stop, int(match[2]) + 1 if match[2] else stop)
             if start >= total:
                 status, start, stop = 416, 0, 0

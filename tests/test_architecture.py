@@ -51,6 +51,7 @@ LEVELS = {
     "repack": 6,
     "encode_shared": 6,
     "verify": 6,
+    "remote": 5,
     "download": 6,
     "report": 7,
     "terminal": 7,
