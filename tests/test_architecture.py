@@ -18,6 +18,7 @@ LEVELS = {
     "data": 1,
     "trellis": 1,
     "experts": 2,
+    "slab_layout": 2,
     "recipe": 2,
     "store": 2,
     "codec": 2,
