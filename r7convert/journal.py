@@ -1,8 +1,11 @@
-"""What makes a run resumable and a folder whole: the lock, the journal of finished files, and the manifest that seals.
+"""What makes a run resumable and a folder whole: the lock, the journal of finished files, the seal, and a change of what is sealed.
 
 OUT/.r7convert/lock           held while a command writes to OUT
 OUT/.r7convert/journal.jsonl  line 1 the fingerprint, then one line a finished file; gone once OUT is sealed
+                              (journal-R.jsonl: those of rank R, where several processes share the work)
 OUT/MANIFEST.json             the seal, written last: nothing is complete without it
+OUT/.r7convert/staged/        what a change of the sealed OUT has made so far, with a journal of its own; OUT is as it was
+OUT/.r7convert/committed/     the same, whole: whoever takes the lock next moves it into place
 """
 
 from __future__ import annotations
@@ -27,11 +30,16 @@ Json = Any
 MANIFEST = "MANIFEST.json"
 VERDICT = "VERDICT.json"
 MANIFEST_FORMAT = "r7convert-manifest-v1"
+JOURNAL = "journal.jsonl"
+STAGED = "staged"
+COMMITTED = "committed"
+_BEFORE = "MANIFEST.before.json"
 
 
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Hold the folder's lock, creating the folder if need be. A sealed folder is left without a state folder.
+    """Hold the folder's lock, creating the folder if need be. A change that a kill cut short is completed first; a sealed folder
+    that no run is at work on is left without a state folder.
 
     Raises:  ResourceError if another process holds it.
     """
@@ -45,8 +53,9 @@ def locked(folder: Path) -> Iterator[None]:
     except OSError as error:
         raise ResourceError(complain(folder, "cannot write here", found=error.strerror, expected="a writable folder")) from None
     try:
+        finish_change(folder)
         yield
-        if (folder / MANIFEST).exists() and not (state / "journal.jsonl").exists():
+        if (folder / MANIFEST).exists() and not any((state / name).exists() for name in (JOURNAL, STAGED, COMMITTED)):
             shutil.rmtree(state, ignore_errors=True)
     finally:
         lock.release()
@@ -56,22 +65,25 @@ class Journal:
     """The files of one run that are done, kept in OUT/.r7convert/journal.jsonl.
 
     `fingerprint` says what the run is: source digests, target, tp, policy, tool version. A journal of another
-    fingerprint is refused with the first field that differs; `restart` discards it.
+    fingerprint is refused with the first field that differs; `restart` discards it. Of several processes that share a run each
+    appends to a file of its own and reads all of them.
 
     Raises:  UsageError (another run's journal), FormatError (an unreadable one).
     """
 
-    def __init__(self, folder: Path, fingerprint: Mapping[str, Json], *, restart: bool = False) -> None:
-        self.path = folder / STATE_DIR / "journal.jsonl"
+    def __init__(self, folder: Path, fingerprint: Mapping[str, Json], *, restart: bool = False, rank: int = 0) -> None:
+        self.path = folder / STATE_DIR / (f"journal-{rank}.jsonl" if rank else JOURNAL)
         self.done: dict[str, FileRecord] = {}
         if restart:
-            self.path.unlink(missing_ok=True)
-        lines = self._whole_lines()
-        if lines:
-            self._check_same(lines[0], fingerprint, folder)
+            self.close()
+        self._cut_torn_end()
+        for path in _journals(folder):
+            lines, _ = _read_lines(path)
+            if lines:
+                self._check_same(lines[0], fingerprint, folder)
             for line in lines[1:]:
                 self.done[line["file"]] = FileRecord(line["size"], line["sha256"])
-        else:
+        if not self.path.exists() or not self.path.stat().st_size:
             self.path.write_bytes(b"")
             self._append({"fingerprint": dict(fingerprint)})
             sync_folder(self.path.parent)
@@ -88,19 +100,19 @@ class Journal:
 
     def close(self) -> None:
         """Forget the run: called once the folder is sealed."""
-        self.path.unlink(missing_ok=True)
+        for path in _journals(self.path.parents[1]):
+            path.unlink(missing_ok=True)
 
     def _append(self, line: Json) -> None:
         with self.path.open("ab", buffering=0) as file:
             file.write(json.dumps(line, separators=(",", ":")).encode() + b"\n")
             os.fsync(file.fileno())
 
-    def _whole_lines(self) -> list[Json]:
-        lines, whole_bytes = _read_lines(self.path)
+    def _cut_torn_end(self) -> None:
+        _, whole_bytes = _read_lines(self.path)
         if self.path.exists() and self.path.stat().st_size != whole_bytes:
             with self.path.open("r+b") as file:
                 file.truncate(whole_bytes)
-        return lines
 
     def _check_same(self, line: Json, fingerprint: Mapping[str, Json], folder: Path) -> None:
         before = line["fingerprint"]
@@ -115,6 +127,12 @@ class Journal:
                         do="Repeat the earlier command to finish it, or use --restart to discard it.",
                     )
                 )
+
+
+def _journals(folder: Path) -> list[Path]:
+    """The journals of a run, those of other ranks last."""
+    state = folder / STATE_DIR
+    return [state / JOURNAL, *sorted(state.glob("journal-*.jsonl"))]
 
 
 def _read_lines(path: Path) -> tuple[list[Json], int]:
@@ -138,10 +156,11 @@ def read_journal(folder: Path) -> tuple[Json | None, dict[str, FileRecord]]:
 
     Raises:  FormatError (an unreadable one).
     """
-    lines, _ = _read_lines(folder / STATE_DIR / "journal.jsonl")
+    lines = [line for path in _journals(folder) for line in _read_lines(path)[0]]
     if not lines:
         return None, {}
-    return lines[0]["fingerprint"], {line["file"]: FileRecord(line["size"], line["sha256"]) for line in lines[1:]}
+    done = {line["file"]: FileRecord(line["size"], line["sha256"]) for line in lines if "file" in line}
+    return lines[0]["fingerprint"], done
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,3 +221,67 @@ def write_manifest(folder: Path, manifest: Manifest) -> FileRecord:
 def manifest_digest(folder: Path) -> str:
     """SHA-256 of MANIFEST.json's bytes: what a verdict is bound to."""
     return hash_file(folder / MANIFEST).sha256
+
+
+# ---- a change of a sealed folder --------------------------------------------------------------------------------------
+
+
+def staging(folder: Path, *, restart: bool = False) -> Path:
+    """Where the new files of a change are written, each under its final name. `folder` stays sealed and as it was; what a run
+    that was cut short has staged is still there, unless `restart`. Call it under the folder's lock.
+    """
+    staged = folder / STATE_DIR / STAGED
+    if restart:
+        shutil.rmtree(staged, ignore_errors=True)
+    (staged / STATE_DIR).mkdir(parents=True, exist_ok=True)
+    return staged
+
+
+def commit_change(folder: Path, manifest: Manifest) -> None:
+    """Put what is staged in place of what was. `manifest` is the new seal: files of the old one that it does not name go.
+
+    One rename is the point of no return: a kill before it leaves the old folder, sealed; a kill after it an unsealed folder, or
+    the old one, that `finish_change` (so, the next command that takes the lock) turns into the new.
+
+    Raises:  FormatError if the manifest names a file that neither stands nor is staged.
+    """
+    staged = folder / STATE_DIR / STAGED
+    for path in staged.iterdir():
+        if path.is_file() and path.name not in manifest.files:
+            path.unlink()
+    for name, record in manifest.files.items():
+        path = staged / name if (staged / name).exists() else folder / name
+        size = path.stat().st_size if path.is_file() else "no file"
+        if size != record.size:
+            raise FormatError(complain(path, "size of a file to seal", expected=record.size, found=size))
+    write_json(staged / MANIFEST, manifest.to_json())
+    sync_folder(staged)
+    staged.rename(folder / STATE_DIR / COMMITTED)
+    sync_folder(folder / STATE_DIR)
+    finish_change(folder)
+
+
+def finish_change(folder: Path) -> None:
+    """Complete a committed change, from wherever it was cut short; does nothing where there is none."""
+    state = folder / STATE_DIR
+    committed, before = state / COMMITTED, state / _BEFORE
+    if not committed.is_dir():
+        return
+    if (committed / MANIFEST).exists():
+        if (folder / MANIFEST).exists():
+            (folder / VERDICT).unlink(missing_ok=True)
+            (folder / MANIFEST).rename(before)
+            sync_folder(state)
+            sync_folder(folder)
+        new = parse_manifest(read_json(committed / MANIFEST), committed / MANIFEST)
+        for name in new.files:
+            if (committed / name).exists():
+                (committed / name).replace(folder / name)
+        if before.exists():
+            for name in parse_manifest(read_json(before), before).files.keys() - new.files.keys():
+                (folder / name).unlink(missing_ok=True)
+        sync_folder(folder)
+        (committed / MANIFEST).rename(folder / MANIFEST)
+        sync_folder(folder)
+    shutil.rmtree(committed, ignore_errors=True)
+    before.unlink(missing_ok=True)
