@@ -36,3 +36,4 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
         monkeypatch.setattr(time, "sleep", hurry)
         yield server
         close_session()
+    assert not server.errors, server.errors

@@ -17,6 +17,7 @@ import base64
 import hashlib
 import json
 import re
+import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -87,6 +88,18 @@ class Request:
     sent_bytes: int
 
 
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+    block_on_close = False
+    errors: list[BaseException]
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """A client that hangs up is no news; anything else is a mistake of this module and fails the test (conftest.py)."""
+        error = sys.exc_info()[1]
+        if error is not None and not isinstance(error, (ConnectionError, TimeoutError)):
+            self.errors.append(error)
+
+
 class Lost(Exception):
     """Close the connection without an answer."""
 
@@ -103,6 +116,7 @@ class HubServer:
         self.lock = threading.RLock()
         self.sleeps: list[float] = []
         self._clock = 0
+        self.errors: list[BaseException] = []
         self._servers: list[ThreadingHTTPServer] = []
 
     # -- life -------------------------------------------------------------------------------------------------------
@@ -110,9 +124,8 @@ class HubServer:
     def __enter__(self) -> HubServer:
         for name in ("hub", "cdn"):
             handler = type("Handler", (_Handler,), {"hub": self, "port_name": name})
-            server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-            server.daemon_threads = True
-            server.block_on_close = False
+            server = _Server(("127.0.0.1", 0), handler)
+            server.errors = self.errors
             threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
             self._servers.append(server)
         return self
@@ -216,7 +229,7 @@ class HubServer:
 
     def _pull(self, repo: Repo, title: str, base: str = "main") -> int:
         number = len(repo.pulls) + 1
-        repo.pulls[number] = {"title": title, "base": base}
+        repo.pulls[number] = {"title": title, "base": base, "status": "draft"}
         repo.branches[f"refs/pr/{number}"] = repo.branches[base]
         return number
 
@@ -455,27 +468,35 @@ class _Handler(BaseHTTPRequestHandler):
         return Answer.json({})
 
     def _discussion(self, repo: Repo, tail: str, body: bytes) -> Answer:
-        if self.command == "POST":
+        if self.command == "POST" and not tail:
             wish = json.loads(body)
             assert wish["pullRequest"], "only pull requests are modelled"
             return Answer.json({"num": self.hub._pull(repo, wish["title"])})
-        number = int(tail)
+        if not tail:
+            pulls = [self._pull_json(repo, number) for number in repo.pulls]
+            return Answer.json({"discussions": pulls, "count": len(pulls), "start": 0})
+        number = int(tail.removesuffix("/status"))
+        if self.command == "POST":
+            repo.pulls[number]["status"] = json.loads(body)["status"]
+            event = {"id": "0", "type": "status-change", "createdAt": "2026-01-01T00:00:00.000Z", "author": {"name": "tester"}}
+            return Answer.json({"newStatus": event | {"data": {"status": repo.pulls[number]["status"]}}})
+        return Answer.json(self._pull_json(repo, number))
+
+    def _pull_json(self, repo: Repo, number: int) -> dict[str, Any]:
         pull = repo.pulls[number]
-        return Answer.json(
-            {
-                "num": number,
-                "title": pull["title"],
-                "author": {"name": "tester"},
-                "createdAt": "2026-01-01T00:00:00.000Z",
-                "status": "draft",
-                "repo": {"name": repo.id, "type": "model"},
-                "isPullRequest": True,
-                "events": [],
-                "filesWithConflicts": False,
-                "changes": {"base": f"refs/heads/{pull['base']}"},
-                "diff": "",
-            }
-        )
+        return {
+            "num": number,
+            "title": pull["title"],
+            "author": {"name": "tester"},
+            "createdAt": "2026-01-01T00:00:00.000Z",
+            "status": pull["status"],
+            "repo": {"name": repo.id, "type": "model"},
+            "isPullRequest": True,
+            "events": [],
+            "filesWithConflicts": False,
+            "changes": {"base": f"refs/heads/{pull['base']}"},
+            "diff": "",
+        }
 
     def _repo_info(self, repo: Repo, commit: Commit) -> Answer:
         siblings = [{"rfilename": n, "size": b.size, "blobId": b.oid} for n, b in sorted(commit.files.items())]

@@ -10,6 +10,9 @@ MAX_LINES = 400
 
 LEVELS = {
     "errors": 0,
+    "push": 6,
+    "card": 5,
+    "branch": 4,
     "progress": 0,
     "address": 1,
     "format": 1,

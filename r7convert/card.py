@@ -1,0 +1,237 @@
+"""The model card: what a conversion is, what it keeps, what it cost, how it was checked, and how to serve it.
+
+Rendered from the manifest, the verdict and the payload's K alone, so that it says nothing the folder does not. Metadata and
+body of the source's README stay: the metadata is completed, the body stands below the card.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from r7convert.format import PROJECTIONS
+from r7convert.journal import Manifest
+
+Json = Any
+Census = Mapping[int, Sequence[tuple[int, int, int]]]
+"""K of gate, up and down of each expert, by layer."""
+
+CARD = "README.md"
+BEGIN, END = "<!-- r7convert: begin -->", "<!-- r7convert: end -->"
+PROJECT_TAGS = ("exl3", "trellis", "r7convert")
+_FRONT = re.compile(r"\A\s*---\r?\n(.*?)\r?\n---[ \t]*(?:\r?\n|\Z)", re.DOTALL)
+_BARS = " ▁▂▃▄▅▆▇█"
+
+# target -> (what loads it, how to serve {repo} at {tp})
+READERS: Mapping[str, tuple[str, str]] = {
+    "rank-sliced": (
+        "stock Gilded Gnosis vLLM, release {reader} or later, at tensor-parallel size {tp} exactly",
+        "vllm serve {repo} --tensor-parallel-size {tp}",
+    ),
+    "r7": (
+        "R7-aware loaders: Gilded Gnosis r34 or later, and the Infernal Invocation line; any legal tensor-parallel size",
+        "vllm serve {repo} --tensor-parallel-size 4",
+    ),
+    "exl3": (
+        "exllamav3 0.0.43 or later, and other readers of topology-neutral EXL3",
+        'hf download {repo} --local-dir model && python -c "from exllamav3 import Config, Model; '
+        "Model.from_config(Config.from_directory('model')).load()\"",
+    ),
+    "slabs": (
+        "kernels that map the slabs themselves (`r7convert.open_slabs`), at tensor-parallel size {tp} exactly",
+        "hf download {repo} --local-dir model && "
+        "python -c \"import r7convert; print(r7convert.open_slabs('model', layer={layer}, rank=0))\"",
+    ),
+}
+_LOSSLESS = {
+    "kept": "carried over byte for byte",
+    "sliced": "cut or copied into ranks, every byte kept",
+    "lifted": "re-encoded at a higher K, so that an expert has one K",
+    "lowered": "re-encoded at a lower K, so that an expert has one K",
+    "encoded": "encoded from 16-bit weights to 6-bit EXL3",
+    "dropped": "left out by request",
+}
+
+
+def render_card(repo: str, manifest: Manifest, verdict: Json, before: str, census: Census) -> str:
+    """README.md for `repo`, from what its folder states. `before` is the README it replaces, ours or the source's.
+
+    Source:  the same card for the same folder: no dates, no machine.
+    """
+    metadata, body = _split(before)
+    facts = manifest.facts
+    target, tp = str(facts.get("target", "")), facts.get("tp")
+    base = _source(facts)
+    loads, serve = READERS.get(target, ("readers of this target", "r7convert inspect {repo}"))
+    fill = {"repo": repo, "tp": tp, "reader": facts.get("reader", "r28"), "layer": min(census, default=0)}
+    parts = [
+        _front_matter(metadata, base, target),
+        BEGIN,
+        f"# {repo.split('/')[-1]}",
+        _opening(manifest, base),
+        f"## Serve\n\nLoads in {loads.format(**fill)}.\n\n```\n{serve.format(**fill)}\n```",
+        "## What was kept, and what was not\n\n" + _accounting(facts),
+    ]
+    if census:
+        parts.append("## Bits a weight\n\n" + _census(census))
+    parts += ["## Verified\n\n" + _verification(verdict), "## Limits\n\n" + _limits(facts, verdict), END]
+    if body.strip():
+        parts.append("---\n\n" + body.strip())
+    return "\n\n".join(parts) + "\n"
+
+
+# ---- metadata -----------------------------------------------------------------------------------------------------------
+
+
+def _split(readme: str) -> tuple[dict[str, Json], str]:
+    """Metadata and body of a README, without a card of ours that it may hold. Broken metadata is left to the reader as text."""
+    import yaml
+
+    metadata: dict[str, Json] = {}
+    if match := _FRONT.match(readme):
+        try:
+            parsed = yaml.safe_load(match[1])
+        except yaml.YAMLError:
+            parsed = None
+        if isinstance(parsed, dict):
+            metadata, readme = parsed, readme[match.end() :]
+    begin, end = readme.find(BEGIN), readme.rfind(END)
+    if 0 <= begin < end:
+        below = readme[end + len(END) :].lstrip()
+        readme = readme[:begin] + below.removeprefix("---")
+    return metadata, readme
+
+
+def _front_matter(metadata: Mapping[str, Json], base: str | None, target: str) -> str:
+    """The source's own metadata (licence, language, pipeline), completed with where this comes from."""
+    import yaml
+
+    made = dict(metadata)
+    if base is not None:
+        made["base_model"] = base
+    if made.get("base_model"):
+        made["base_model_relation"] = "quantized"
+    tags = [tag for tag in made.get("tags") or [] if isinstance(tag, str)]
+    made["tags"] = [*tags, *(tag for tag in (*PROJECT_TAGS, target) if tag and tag not in tags)]
+    return f"---\n{yaml.safe_dump(made, sort_keys=False, allow_unicode=True).strip()}\n---"
+
+
+def _source(facts: Mapping[str, Json]) -> str | None:
+    source = facts.get("source")
+    repo = source.get("repo") if isinstance(source, dict) else None
+    return repo if isinstance(repo, str) else None
+
+
+# ---- sections -----------------------------------------------------------------------------------------------------------
+
+
+def _opening(manifest: Manifest, base: str | None) -> str:
+    facts = manifest.facts
+    commit = facts["source"].get("commit") if base is not None else None
+    origin = f"[{base}](https://huggingface.co/{base})" if base else "an R7 checkpoint"
+    at = f" at commit `{commit}`" if commit else ""
+    lines = [f"Converted from {origin}{at} by {manifest.tool}, offline and once, for the `{facts.get('target')}` target."]
+    lines.append(f"\n```\n{command_line(facts)}\n```")
+    return "\n".join(lines)
+
+
+def command_line(facts: Mapping[str, Json]) -> str:
+    """The command that makes such a folder again, without the paths of the machine that made this one."""
+    words = ["r7convert repack", _source(facts) or "SOURCE", "OUT", f"--target {facts.get('target')}"]
+    for name, option in (("tp", "--tp"), ("reader", "--reader"), ("rotation_layout", "--rotation-layout")):
+        if facts.get(name) is not None:
+            words.append(f"{option} {facts[name]}")
+    policy = facts.get("policy")
+    kind = policy.get("name") if isinstance(policy, dict) else policy
+    if kind in ("lift", "fit"):
+        words.append(f"--mixed-k {kind}")
+    if isinstance(policy, dict) and policy.get("budget") is not None:
+        words.append(f"--budget {policy['budget']}")
+    return " ".join(words)
+
+
+def _accounting(facts: Mapping[str, Json]) -> str:
+    counts = facts.get("accounting")
+    counts = {key: n for key, n in counts.items() if isinstance(n, int) and n} if isinstance(counts, dict) else {}
+    if not counts:
+        return "The manifest states no accounting."
+    rows = [f"| {key} | {n:,} | {_LOSSLESS.get(key, '')} |" for key, n in counts.items()]
+    table = "\n".join(
+        ["| source tensors | count | |", "|---|---:|---|", *rows, f"| **sum** | **{sum(counts.values()):,}** | every one, once |"]
+    )
+    touched = sum(counts.get(key, 0) for key in ("lifted", "lowered", "encoded"))
+    if not touched:
+        return f"{table}\n\nLossless: no weight was decoded or encoded again."
+    figures = [line for line in (_reencoded(facts), _errors(facts)) if line]
+    return "\n\n".join([table, f"{touched:,} tensors were encoded anew; all others are bit for bit the source's.", *figures])
+
+
+def _reencoded(facts: Mapping[str, Json]) -> str:
+    changes = facts.get("reencoded")
+    if not isinstance(changes, dict):
+        return ""
+    steps: Counter[tuple[int, int]] = Counter()
+    for change in changes.values():
+        pair = (change.get("from"), change.get("to")) if isinstance(change, dict) else tuple(change)[:2]
+        if len(pair) == 2 and all(isinstance(k, int) for k in pair):
+            steps[(int(pair[0]), int(pair[1]))] += 1
+    rows = [f"| K{a} to K{b} | {n:,} |" for (a, b), n in sorted(steps.items())]
+    return "\n".join(["| step | matrices |", "|---|---:|", *rows]) if rows else ""
+
+
+def _errors(facts: Mapping[str, Json]) -> str:
+    errors = facts.get("errors")
+    if not isinstance(errors, dict):
+        return ""
+    rows = [f"| {name.replace('_', ' ')} | {value:.3g} |" for name, value in errors.items() if isinstance(value, (int, float))]
+    return "\n".join(["| relative squared error | |", "|---|---:|", *rows]) if rows else ""
+
+
+def _census(census: Census) -> str:
+    """Counts by projection and K, and a strip with one mark a layer: the mean K of its experts."""
+    values = sorted({k for rows in census.values() for row in rows for k in row})
+    lines = ["| projection | " + " | ".join(f"K{k}" for k in values) + " | mean |", "|---|" + "---:|" * (len(values) + 1)]
+    strips = []
+    for at, proj in enumerate(PROJECTIONS):
+        counts = Counter(row[at] for rows in census.values() for row in rows)
+        mean = sum(k * n for k, n in counts.items()) / counts.total()
+        lines.append(f"| {proj} | " + " | ".join(f"{counts[k]:,}" for k in values) + f" | {mean:.2f} |")
+        means = [sum(row[at] for row in rows) / len(rows) for _, rows in sorted(census.items())]
+        strips.append(f"{proj:<9} {''.join(_bar(m, values) for m in means)}")
+    scale = f"layers {min(census)} to {max(census)}, one mark a layer: mean K from {values[0]} ({_BARS[1]}) to {values[-1]} ({_BARS[8]})"
+    return "\n".join([*lines, "", "```", *strips, scale, "```"])
+
+
+def _bar(mean: float, values: Sequence[int]) -> str:
+    span = values[-1] - values[0]
+    return _BARS[1 + round(7 * (mean - values[0]) / span)] if span else _BARS[8]
+
+
+def _verification(verdict: Json) -> str:
+    rows = []
+    for part in verdict["parts"]:
+        scope = "; ".join(str(line) for line in part.get("scope") or [])
+        if part.get("state") == "skipped":
+            scope = str(part.get("why", ""))
+        looked = "; ".join(f"{check['name']}: {check['looked_at']}" for check in part.get("checks") or [])
+        what = " · ".join(text for text in (scope, looked) if text).replace("|", "\\|").replace("\n", " ")
+        rows.append(f"| {part['name']} | {part['state']} | {what} |")
+    seal = f"Bound to the manifest with SHA-256 `{verdict['manifest_sha256']}`; the whole verdict is in VERDICT.json."
+    return "\n".join(["| part | result | what it looked at |", "|---|---|---|", *rows, "", seal])
+
+
+def _limits(facts: Mapping[str, Json], verdict: Json) -> str:
+    lines = []
+    if facts.get("target") in ("rank-sliced", "slabs"):
+        lines.append(f"Made for tensor-parallel size {facts.get('tp')} and no other: another size needs another conversion of the source.")
+    lines += [f"Not judged: {part['name']} ({part.get('why', '')})." for part in verdict["parts"] if part.get("state") == "skipped"]
+    dropped = facts.get("dropped")
+    if isinstance(dropped, list) and dropped:
+        lines.append(f"{len(dropped):,} tensors were left out by request, for example `{dropped[0]}`.")
+    nonfinite = facts.get("nonfinite")
+    if isinstance(nonfinite, list) and nonfinite:
+        lines.append(f"{len(nonfinite):,} tensors hold values that are not finite, as the source does.")
+    lines.append("Whatever the source model cannot do, this one cannot either: see its card below and its licence.")
+    return "\n".join(f"- {line}" for line in lines)
