@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+import signal
+import sys
+from typing import Annotated, NoReturn
 
 import typer
 
-from r7convert import __version__
+from r7convert import __version__, cli_local
+from r7convert.errors import EXIT_INTERRUPTED
+from r7convert.terminal import report_error
 
-app = typer.Typer(no_args_is_help=True, add_completion=True, pretty_exceptions_enable=False)
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # rich would take 0.1 s of every --help
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
 
 
 def show_version(wanted: bool) -> None:
@@ -24,5 +34,23 @@ def options(
     """Turn an R7 EXL3 checkpoint into one that stock servers load: once, offline, with proof."""
 
 
-def run() -> None:
-    app()
+for command in cli_local.COMMANDS:
+    app.command()(command)
+
+
+def run() -> NoReturn:
+    """Run the command line; every way out of the process passes here."""
+    signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        app(prog_name="r7convert")
+    except SystemExit as leaving:
+        if leaving.code == EXIT_INTERRUPTED:  # Typer's own answer to Ctrl-C
+            report_error(KeyboardInterrupt())
+        raise
+    except BaseException as error:
+        sys.exit(report_error(error))
+    sys.exit(0)
+
+
+def _interrupt(*_: object) -> NoReturn:
+    raise KeyboardInterrupt

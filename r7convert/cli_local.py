@@ -1,0 +1,146 @@
+"""Commands that work on this machine's folders. Each one imports its stage when it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from r7convert.errors import FormatError, UsageError, complain
+from r7convert.terminal import Terminal, format_table, in_bytes
+
+if TYPE_CHECKING:
+    from r7convert.restamp import Restamped
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress, no talk.")]
+Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="More of both.")]
+Target = Literal["r7", "rank-sliced", "slabs", "exl3"]
+Source = Annotated[str, typer.Argument(metavar="SRC", help="A checkpoint folder.", show_default=False)]
+
+
+def sample(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="A new or empty folder.", show_default=False)],
+    seed: Annotated[int, typer.Option(help="Same seed, same bytes.")] = 0,
+    mode: Annotated[
+        str, typer.Option(help="How K falls in a layer: mixed, uniform, odd, one-k, three-k; several with commas, taken in turn.")
+    ] = "mixed",
+    hidden: Annotated[int, typer.Option(help="Hidden size.")] = 256,
+    intermediate: Annotated[int, typer.Option(help="Intermediate size of an expert.")] = 512,
+    experts: Annotated[int, typer.Option(help="Routed experts of a layer.")] = 4,
+    layers: Annotated[int, typer.Option(help="Decoder layers, the MTP layer not counted.")] = 5,
+    dense: Annotated[int, typer.Option(help="Layers without experts, before the others.")] = 3,
+    k_values: Annotated[str, typer.Option(help="The K that experts may have, with commas.")] = "3,4,5",
+    mtp: Annotated[Literal["tail", "r7", "none"], typer.Option(help="Form of the MTP layer's experts.")] = "tail",
+    tail_tp: Annotated[int, typer.Option(help="Ranks of a tail.")] = 1,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
+) -> None:
+    """Write a small but complete R7 checkpoint, with random weights."""
+    from r7convert.sample import write_sample
+
+    terminal = Terminal(as_json=as_json, quiet=quiet, verbose=verbose)
+    try:
+        ks = tuple(int(k) for k in k_values.split(","))
+    except ValueError:
+        raise UsageError(complain("--k-values", "list", expected="integers with commas", found=repr(k_values))) from None
+    made = write_sample(
+        folder,
+        progress=terminal.progress(),
+        seed=seed,
+        mode=mode,
+        hidden=hidden,
+        intermediate=intermediate,
+        experts=experts,
+        layers=layers,
+        dense=dense,
+        k_values=ks,
+        mtp=mtp,
+        tail_tp=tail_tp,
+    )
+    files = sorted(folder.iterdir())
+    nbytes = sum(path.stat().st_size for path in files)
+    data = {"folder": str(folder), "files": len(files), "bytes": nbytes, "seed": seed, "mode": mode, "r7_layers": list(made.r7_layers)}
+    terminal.result(data, [f"{folder}: {len(files)} files, {in_bytes(nbytes)}, mode {mode}, R7 layers {_span(made.r7_layers)}"])
+
+
+def stamp(
+    source: Source,
+    output: Annotated[Path | None, typer.Option(help="Write a whole folder there: corrected JSON, hard links to the weights.")] = None,
+    in_place: Annotated[bool, typer.Option("--in-place", help="Correct SRC itself; the originals go to .r7convert/before-stamp.")] = False,
+    target: Annotated[Target | None, typer.Option(help="What the tensors are laid out for. By default their names say.")] = None,
+    check: Annotated[bool, typer.Option("--check", help="Only look, and exit with 3 if a repair is due.")] = False,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
+) -> None:
+    """Correct the quantization stamp of a checkpoint. No weight is touched."""
+    from r7convert.restamp import restamp
+
+    terminal = Terminal(as_json=as_json, quiet=quiet, verbose=verbose)
+    if sum((output is not None, in_place, check)) != 1:
+        raise UsageError(complain("stamp", "where to", expected="one of --output DIR, --in-place, --check", found="none or several"))
+    report = restamp(_folder(source), output=output, in_place=in_place, target=target, progress=terminal.progress())
+    terminal.result(report.to_json(), _stamp_lines(report, verbose))
+    if check and report.due:
+        raise FormatError(complain(source, "stamp", expected="a corrected one", found="a repair is due", do="Use --in-place or --output."))
+
+
+def _stamp_lines(report: Restamped, verbose: bool) -> Iterator[str]:
+    for place in report.places:
+        if place.problems or verbose:
+            yield f"{place.name}: {'; '.join(place.problems) or ('right' if place.present else 'absent, as it should be')}"
+    for change in report.repaired.changes:
+        yield f"  {change}"
+    if not report.due:
+        yield f"stamp is right for target {report.target}, nothing to change"
+    elif report.folder is None:
+        yield f"{len(report.repaired.changes)} fields to change for target {report.target}"
+    else:
+        backup = f", originals in {report.backup}" if report.backup else ""
+        yield f"{len(report.repaired.changes)} fields changed in {report.folder} for target {report.target}{backup}"
+    if report.folder is not None and not report.due:
+        yield f"{report.folder}: a folder of links"
+
+
+def env(as_json: AsJson = False, quiet: Quiet = False, verbose: Verbose = False) -> None:
+    """Describe this machine for a bug report: versions, devices, room. No private paths."""
+    from r7convert.env import describe_env
+
+    found = describe_env()
+    Terminal(as_json=as_json, quiet=quiet, verbose=verbose).result(found, format_table(("what", "value"), _rows("", found)))
+
+
+def _rows(name: str, value: Any) -> Iterator[tuple[str, str]]:
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield from _rows(f"{name} {key}".strip(), inner)
+    elif isinstance(value, list):
+        for nth, inner in enumerate(value):
+            yield from _rows(f"{name} {nth}", inner)
+        if not value:
+            yield name, "none"
+    elif name.endswith("_bytes") and value is not None:
+        yield name.removesuffix("_bytes").replace("_", " "), in_bytes(value)
+    else:
+        yield name, "none" if value is None else str(value)
+
+
+def _folder(source: str) -> Path:
+    """SRC where only a folder of this machine will do."""
+    from r7convert.address import parse_address
+
+    found = parse_address(source)
+    if not isinstance(found, Path):
+        raise UsageError(complain(source, "a repository of the Hub", expected="a folder", do=f"First: r7convert download {found}."))
+    return found
+
+
+def _span(layers: range) -> str:
+    return f"{layers[0]}-{layers[-1]}" if len(layers) > 1 else str(layers[0])
+
+
+COMMANDS: tuple[Callable[..., None], ...] = (stamp, sample, env)

@@ -1,0 +1,206 @@
+"""What people see: results on stdout, progress and talk on stderr, errors as one line each with the exit code they ask for."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterable, Sequence
+from typing import Any, TextIO
+
+from r7convert.errors import EXIT_INTERRUPTED, R7Error, ResourceError
+from r7convert.progress import Progress
+
+Json = Any
+
+LINE_EVERY_S = 30.0
+"""On a pipe a line of progress comes no more often than this."""
+PIPE_WIDTH = 80
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, errno.EMFILE, errno.ENFILE, errno.EBUSY, errno.ENOMEM)
+
+
+class Terminal:
+    """The three switches every command has: `as_json` turns results into JSON, `quiet` silences talk, `verbose` adds to it."""
+
+    def __init__(self, *, as_json: bool = False, quiet: bool = False, verbose: bool = False) -> None:
+        self.as_json = as_json
+        self.quiet = quiet
+        self.verbose = verbose and not quiet
+
+    def progress(self) -> Progress:
+        """What a stage is given: silent, a bar on a terminal, whole lines on a pipe."""
+        if self.quiet:
+            return Progress()
+        if sys.stderr.isatty():
+            return Bar(sys.stderr)
+        return Lines(sys.stderr, every_note=self.verbose)
+
+    def say(self, line: str) -> None:
+        if not self.quiet:
+            print(line, file=sys.stderr)
+
+    def result(self, data: Json, lines: Iterable[str]) -> None:
+        """The answer of a command: `data` as JSON, or `lines` for people."""
+        if self.as_json:
+            print(json.dumps(data, indent=2, ensure_ascii=False, allow_nan=False))
+        else:
+            for line in lines:
+                print(line)
+
+
+# ---- progress ---------------------------------------------------------------------------------------------------------
+
+
+class Bar(Progress):
+    """A tqdm bar with bytes, rate, time left and what is at hand. Threads may advance it together."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._lock = threading.Lock()
+        self._bar: Any = None
+
+    def start(self, total_bytes: int, label: str) -> None:
+        from tqdm import tqdm
+
+        self.finish()
+        self._bar = tqdm(
+            total=total_bytes, desc=label, unit="B", unit_scale=True, file=self._stream, dynamic_ncols=True, mininterval=0.2, leave=False
+        )
+
+    def advance(self, nbytes: int, note: str = "") -> None:
+        with self._lock:
+            if self._bar is not None:
+                if note:
+                    self._bar.set_postfix_str(note, refresh=False)
+                self._bar.update(nbytes)
+
+    def say(self, line: str) -> None:
+        with self._lock:
+            if self._bar is None:
+                print(line, file=self._stream)
+            else:
+                self._bar.write(line, file=self._stream)
+
+    def finish(self) -> None:
+        with self._lock:
+            if self._bar is not None:
+                self._bar.close()
+                self._bar = None
+
+
+class Lines(Progress):
+    """Whole lines for logs: one every 30 s, and with `every_note` one for each new thing at hand."""
+
+    def __init__(self, stream: TextIO, *, every_note: bool = False) -> None:
+        self._stream = stream
+        self._every_note = every_note
+        self._lock = threading.Lock()
+        self._total = self._done = 0
+        self._label = self._note = ""
+        self._began = self._told = time.monotonic()
+
+    def start(self, total_bytes: int, label: str) -> None:
+        with self._lock:
+            self._total, self._done, self._label, self._note = total_bytes, 0, label, ""
+            self._began = self._told = time.monotonic()
+
+    def advance(self, nbytes: int, note: str = "") -> None:
+        with self._lock:
+            self._done += nbytes
+            now = time.monotonic()
+            is_new = bool(note) and note != self._note
+            self._note = note or self._note
+            if now - self._told >= LINE_EVERY_S or (self._every_note and is_new):
+                self._told = now
+                self._print(self._line(now - self._began))
+
+    def say(self, line: str) -> None:
+        with self._lock:
+            self._print(line)
+
+    def _line(self, spent_s: float) -> str:
+        rate = self._done / spent_s if spent_s > 0 else 0.0
+        share = f" ({self._done / self._total:.0%})" if self._total else ""
+        parts = [f"{self._label}: {in_bytes(self._done)} of {in_bytes(self._total)}{share}", f"{in_bytes(rate)}/s"]
+        if rate and self._total > self._done:
+            parts.append(f"{in_time((self._total - self._done) / rate)} left")
+        return ", ".join([*parts, self._note] if self._note else parts)
+
+    def _print(self, line: str) -> None:
+        # One write a line, newline included: several processes may share the log.
+        self._stream.write(line + "\n")
+        self._stream.flush()
+
+
+# ---- words ------------------------------------------------------------------------------------------------------------
+
+
+def in_bytes(count: float) -> str:
+    """A size for people, in decimal units as disks and the Hub count: 346.0 GB."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.1f} TB"
+
+
+def in_time(seconds: float) -> str:
+    """A duration for people: 45 s, 12 min 5 s, 3 h 20 min."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s"
+    return f"{whole // 3600} h {whole % 3600 // 60} min"
+
+
+def format_table(headers: Sequence[str], rows: Iterable[Sequence[object]], *, width: int | None = None) -> list[str]:
+    """Lines of a table no wider than the terminal, or 80 columns on a pipe; cells wrap, the last column gives way first."""
+    from rich.console import Console
+    from rich.table import Table
+
+    if width is None:
+        width = shutil.get_terminal_size((PIPE_WIDTH, 24)).columns if sys.stdout.isatty() else PIPE_WIDTH
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="")
+    for nth, header in enumerate(headers):
+        table.add_column(header, overflow="fold", ratio=1 if nth == len(headers) - 1 else None)
+    for row in rows:
+        table.add_row(*map(str, row))
+    console = Console(width=width, color_system=None, markup=False, emoji=False, highlight=False, legacy_windows=False)
+    with console.capture() as captured:
+        console.print(table)
+    return [line.rstrip() for line in captured.get().splitlines()]
+
+
+# ---- errors -----------------------------------------------------------------------------------------------------------
+
+
+def report_error(error: BaseException) -> int:
+    """Print an error on stderr in the error grammar and return its exit code; the traceback only with R7_DEBUG=1."""
+    if os.environ.get("R7_DEBUG") == "1":
+        traceback.print_exception(error)
+    if isinstance(error, KeyboardInterrupt):
+        print("interrupted: what is done is kept, the same command goes on from there", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    if isinstance(error, R7Error):
+        lines, code = str(error).splitlines(), error.exit_code
+    elif isinstance(error, OSError) and error.errno in _NO_ROOM:
+        lines, code = [f"{error.filename or 'disk'}: {error.strerror}"], ResourceError.exit_code
+    elif isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        lines, code = [f"out of memory: {error}. Use fewer --threads, or a smaller --layers range."], ResourceError.exit_code
+    else:
+        lines = [f"unexpected {type(error).__name__}: {error}", "Please report it, with the traceback that R7_DEBUG=1 prints."]
+        code = R7Error.exit_code
+    mark = "\x1b[31merror:\x1b[0m" if has_color(sys.stderr) else "error:"
+    for line in lines:
+        print(f"{mark} {line}", file=sys.stderr)
+    return code
+
+
+def has_color(stream: TextIO) -> bool:
+    return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
