@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import TracebackType
 from typing import Any, Literal
 
 from r7convert.errors import SHOWN_OFFENDERS, R7Error, complain
@@ -30,7 +29,7 @@ class Check:
         self.looked_at += count
 
     def fail(self, where: object, what: str, *, expected: object = None, found: object = None, do: str = "") -> None:
-        self._fail(complain(where, what, expected=_brief(expected), found=_brief(found), do=do))
+        self.add_line(complain(where, what, expected=_brief(expected), found=_brief(found), do=do))
 
     def expect(self, ok: bool, where: object, what: str, *, expected: object = None, found: object = None) -> bool:
         """Count one look; a failure unless `ok`, which is handed back."""
@@ -42,15 +41,31 @@ class Check:
     def same(self, where: object, what: str, *, expected: object, found: object) -> bool:
         return self.expect(found == expected and type(found) is type(expected), where, what, expected=expected, found=found)
 
-    @contextmanager
-    def collecting(self) -> Iterator[None]:
-        """Errors that a parser raises inside become failures of this check."""
+    def same_json(self, where: str, *, expected: Json, found: Json) -> None:
+        """A failure for each place where two JSON values differ; 1, 1.0 and true are three values."""
+        if isinstance(expected, dict) and isinstance(found, dict):
+            for key in [*expected, *(key for key in found if key not in expected)]:
+                if key not in found or key not in expected:
+                    self.expect(False, where, f"key {key!r}", expected="there" if key in expected else "none", found=found.get(key))
+                else:
+                    self.same_json(f"{where}: {key}", expected=expected[key], found=found[key])
+        elif isinstance(expected, list) and isinstance(found, list) and len(expected) == len(found):
+            for n, (one, other) in enumerate(zip(expected, found, strict=True)):
+                self.same_json(f"{where}[{n}]", expected=one, found=other)
+        else:
+            self.same(where, "value", expected=expected, found=found)
+
+    def absorb(self, other: Check) -> None:
+        """Add what the same rule found elsewhere (another thread's share of the work)."""
+        self.looked_at += other.looked_at
+        self.failures += other.failures
+        self.shown += other.shown[: SHOWN_OFFENDERS - len(self.shown)]
+        self.notes += other.notes[: SHOWN_OFFENDERS - len(self.notes)]
+
+    def collecting(self) -> Collecting:
+        """Errors that a parser raises inside the `with` block become failures of this check."""
         self.looked_at += 1
-        try:
-            yield
-        except R7Error as error:
-            for line in str(error).splitlines():
-                self._fail(line)
+        return Collecting(self)
 
     def note(self, line: str) -> None:
         if len(self.notes) < SHOWN_OFFENDERS:
@@ -64,10 +79,25 @@ class Check:
             made["notes"] = self.notes
         return made
 
-    def _fail(self, line: str) -> None:
+    def add_line(self, line: str) -> None:
+        """A failure already worded."""
         self.failures += 1
         if len(self.shown) < SHOWN_OFFENDERS:
             self.shown.append(line)
+
+
+class Collecting:
+    def __init__(self, check: Check) -> None:
+        self._check = check
+
+    def __enter__(self) -> None:
+        """Nothing to prepare."""
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> bool:
+        if isinstance(error, R7Error):
+            for line in str(error).splitlines():
+                self._check.add_line(line)
+        return isinstance(error, R7Error)
 
 
 def _brief(value: object) -> object:
@@ -87,6 +117,10 @@ class Part:
     def check(self, name: str, unit: str = "tensors") -> Check:
         """The check of that name, made on first use, so that a rule that looked at nothing is seen to have."""
         return self.checks.setdefault(name, Check(name, unit))
+
+    def absorb(self, other: Part) -> None:
+        for name, check in other.checks.items():
+            self.check(name, check.unit).absorb(check)
 
     @property
     def failures(self) -> int:

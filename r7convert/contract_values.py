@@ -1,0 +1,71 @@
+"""The contract on payload values that no loader checks: markers, finite scales, replicated vectors equal over ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+
+from r7convert.evidence import HIDDEN_FIELD, Evidence, LayerExperts, Payloads
+from r7convert.findings import Part
+from r7convert.format import MCG_MARKER, MUL1_MARKER, PROJECTIONS, TensorEntry
+
+Json = Any
+Marks = Mapping[str, Json]
+
+VECTOR_FIELDS = ("suh", "svh", "gate_up_suh", "down_svh")
+
+
+def check_layer_values(evidence: Evidence, layer: LayerExperts, marks: Marks) -> Part:
+    """Markers, vectors and replicas of one layer's experts. `marks` are tensors whose non-finite values the manifest owns up to."""
+    part = Part("contract")
+    with Payloads(evidence.folder) as payloads:
+        entries = [*layer.own.values(), *layer.shared_h.values(), *layer.r7_shared.values()]
+        _check_entries(payloads, entries, part, marks)
+        equal = part.check("hidden-side vectors are equal on every rank", "vectors")
+        for proj in PROJECTIONS if len(layer.ranks) > 1 else ():
+            field = HIDDEN_FIELD[proj]
+            owners = layer.experts if not layer.shared_h else layer.experts[:1]
+            for expert in owners:
+                copies = layer.pieces(expert, proj, field)
+                for other in copies[1:]:
+                    first = copies[0]
+                    if other.nbytes != first.nbytes:
+                        continue  # the shape check has named it
+                    differs = np.flatnonzero(payloads.array(first).view("<u2") != payloads.array(other).view("<u2"))
+                    place = f"{other.file}: {other.name}: channel {differs[0] if len(differs) else 0}"
+                    equal.expect(not len(differs), place, "copy on this rank", expected=f"that of {first.name}", found="other bits")
+    return part
+
+
+def check_dense_values(evidence: Evidence, marks: Marks) -> Part:
+    """Markers and vectors of EXL3 modules outside the routed experts."""
+    part = Part("contract")
+    trellised = {entry.name.rpartition(".")[0] for entry in evidence.carried if entry.name.endswith(".trellis")}
+    with Payloads(evidence.folder) as payloads:
+        _check_entries(payloads, [e for e in evidence.carried if e.name.rpartition(".")[0] in trellised], part, marks)
+    return part
+
+
+def _check_entries(payloads: Payloads, entries: Iterable[TensorEntry], part: Part, marks: Marks) -> None:
+    markers = part.check("every marker holds mcg's value", "markers")
+    finite = part.check("every scale vector is finite", "vectors")
+    for entry in entries:
+        field = entry.name.rpartition(".")[2]
+        where = f"{entry.file}: {entry.name}"
+        if field == "mcg" and entry.dtype == "I32" and entry.nbytes == 4:
+            value = int(payloads.array(entry).reshape(-1)[0])
+            found = "mul1, another codebook" if value == MUL1_MARKER else value
+            markers.expect(value == MCG_MARKER, where, "marker", expected=MCG_MARKER, found=found)
+        elif field in VECTOR_FIELDS and entry.dtype == "F16":
+            values = payloads.array(entry)
+            bad = np.flatnonzero(~np.isfinite(values))
+            if entry.name in marks:
+                finite.expect(len(bad) > 0, where, "marked in the manifest as non-finite", expected="a NaN or Inf", found="finite values")
+                finite.note(f"{where}: {len(bad)} non-finite values, copied by request")
+            else:
+                found = f"{values[bad[0]]} at index {bad[0]}, {len(bad)} in all" if len(bad) else ""
+                finite.expect(not len(bad), where, "value", expected="finite", found=found)
+            if zeros := int(np.count_nonzero(values == 0)):
+                finite.note(f"{where}: {zeros} exact zeros")

@@ -1,0 +1,165 @@
+"""What a judge reads of a checkpoint folder, on its own and with nothing assumed: headers, routed experts layer by layer, payloads.
+
+It parses names as format.py spells them and headers as store.py checks them; everything else here is read off the page again,
+so that a mistake of the writer's plan is not repeated by its judge.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from r7convert.errors import FormatError, complain
+from r7convert.findings import Check
+from r7convert.format import PROJECTIONS, ExpertName, SharedVectorName, TensorEntry, layer_of, parse_name
+from r7convert.store import Header, read_header
+
+Json = Any
+Array = npt.NDArray[Any]
+Key = tuple[int, str, int | None, str]
+"""(expert, projection, rank or None for a whole matrix, field)."""
+
+CHUNK_BYTES = 1 << 23
+HIDDEN_FIELD = {"gate_proj": "suh", "up_proj": "suh", "down_proj": "svh"}
+"""The vector of a projection that lies along H: no rank cuts it, a layer may share it."""
+R7_SHARED_FIELD = {"gate_proj": "gate_up_suh", "up_proj": "gate_up_suh", "down_proj": "down_svh"}
+NUMPY = {"I16": "<i2", "F16": "<f2", "I32": "<i4", "F32": "<f4"}
+
+
+@dataclass(slots=True)
+class LayerExperts:
+    """The routed experts of one layer as the files have them. `unknown` are names under `.experts.` that say nothing."""
+
+    layer: int
+    roots: set[str] = field(default_factory=set)
+    own: dict[Key, TensorEntry] = field(default_factory=dict)
+    shared_h: dict[tuple[str, int, str], TensorEntry] = field(default_factory=dict)
+    r7_shared: dict[str, TensorEntry] = field(default_factory=dict)
+    unknown: list[TensorEntry] = field(default_factory=list)
+
+    @property
+    def ranks(self) -> list[int]:
+        """The ranks its experts' tensors name, [] for whole matrices."""
+        return sorted({rank for _, _, rank, _ in self.own if rank is not None})
+
+    @property
+    def experts(self) -> list[int]:
+        return sorted({expert for expert, _, _, _ in self.own})
+
+    def pieces(self, expert: int, proj: str, field: str) -> list[TensorEntry]:
+        """What there is of one field of one matrix: itself, or its ranks in order; a vector the layer shares stands in for its own."""
+        own = [self.own.get((expert, proj, rank, field)) for rank in (None, *self.ranks)]
+        shared = [self.shared_h.get((proj, rank, field)) for rank in self.ranks]
+        if field == HIDDEN_FIELD[proj]:
+            shared.append(self.r7_shared.get(R7_SHARED_FIELD[proj]))
+        found = [entry for entry in own if entry is not None]
+        return found or [entry for entry in shared if entry is not None]
+
+    def bits(self, expert: int, proj: str) -> set[int]:
+        """K of one matrix over its pieces; a misshapen trellis counts as K 0."""
+        return {entry.shape[2] // 16 if len(entry.shape) == 3 else 0 for entry in self.pieces(expert, proj, "trellis")}
+
+    def k_rows(self) -> Iterator[tuple[int, tuple[int, ...]]]:
+        """(expert, (K of gate, up, down)); 0 where the ranks of a matrix do not agree on one."""
+        for expert in self.experts:
+            found = [self.bits(expert, proj) for proj in PROJECTIONS]
+            yield expert, tuple(next(iter(ks)) if len(ks) == 1 else 0 for ks in found)
+
+    def where(self, expert: int, proj: str) -> str:
+        return f"layer {self.layer}: expert {expert}: {proj}"
+
+
+class Evidence:
+    """A folder's headers. `tensors` has the last of each name; `expert_tensors` the names under `.mlp.experts.` of each layer that
+    has trellis experts; `carried` all others (experts in BF16 among them).
+    """
+
+    def __init__(self, folder: Path, headers: dict[str, Header]) -> None:
+        self.folder = folder
+        self.headers = headers
+        self.tensors: dict[str, TensorEntry] = {}
+        self.expert_tensors: dict[int, list[TensorEntry]] = {}
+        self.carried: list[TensorEntry] = []
+        for header in headers.values():
+            self.tensors.update(header.tensors)
+        for entry in self.tensors.values():
+            layer = layer_of(entry.name) if ".mlp.experts." in entry.name else None
+            if layer is None:
+                self.carried.append(entry)
+            else:
+                self.expert_tensors.setdefault(layer, []).append(entry)
+        for layer, entries in list(self.expert_tensors.items()):
+            if not any(entry.name.endswith(".trellis") for entry in entries):
+                self.carried += self.expert_tensors.pop(layer)
+
+    def layer(self, layer: int) -> LayerExperts:
+        """Parsed anew at each call: a layer's names are many, and few layers are at hand at a time."""
+        made = LayerExperts(layer)
+        for entry in self.expert_tensors.get(layer, ()):
+            name = parse_name(entry.name)
+            if isinstance(name, ExpertName):
+                made.own[name.expert, name.proj, name.rank, name.field] = entry
+            elif isinstance(name, SharedVectorName) and name.proj is not None and name.rank is not None:
+                made.shared_h[name.proj, name.rank, name.field] = entry
+            elif isinstance(name, SharedVectorName):
+                made.r7_shared[name.field] = entry
+            else:
+                made.unknown.append(entry)
+                continue
+            made.roots.add(name.root)
+        return made
+
+
+def gather(folder: Path, files: Iterable[str], check: Check) -> Evidence:
+    """Read the header of each file named; what cannot be read is a failure of `check` and left out."""
+    headers = {}
+    for name in sorted(files):
+        with check.collecting():
+            headers[name] = read_header(folder / name)
+    return Evidence(folder, headers)
+
+
+class Payloads:
+    """Reads tensors of one folder by position; files stay open until the `with` block ends. One thread, one Payloads."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._open: dict[str, int] = {}
+
+    def array(self, entry: TensorEntry) -> Array:
+        """A tensor in its own dtype and shape (I16, F16, I32 or F32), any other as bytes."""
+        raw = np.empty(entry.nbytes, np.uint8)
+        self.fill(entry, 0, raw)
+        return raw.view(NUMPY[entry.dtype]).reshape(entry.shape) if entry.dtype in NUMPY else raw
+
+    def chunks(self, entry: TensorEntry) -> Iterator[tuple[int, Array]]:
+        """(position in the tensor, bytes) in order, at most CHUNK_BYTES at a time."""
+        for at in range(0, entry.nbytes, CHUNK_BYTES):
+            raw = np.empty(min(CHUNK_BYTES, entry.nbytes - at), np.uint8)
+            self.fill(entry, at, raw)
+            yield at, raw
+
+    def fill(self, entry: TensorEntry, at: int, raw: npt.NDArray[np.uint8]) -> None:
+        if entry.file not in self._open:
+            self._open[entry.file] = os.open(self.folder / entry.file, os.O_RDONLY)
+        view, offset = memoryview(raw.data), entry.offset + at
+        while view:
+            count = os.preadv(self._open[entry.file], [view], offset)
+            if count == 0:
+                raise FormatError(complain(self.folder / entry.file, f"ends inside {entry.name}", do="Is something writing to it?"))
+            view, offset = view[count:], offset + count
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        for fd in self._open.values():
+            os.close(fd)
+        self._open.clear()

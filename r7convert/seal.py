@@ -1,0 +1,61 @@
+"""The seal: MANIFEST.json names every file of the folder, and every file is what the manifest says."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from r7convert.findings import Part
+from r7convert.journal import MANIFEST, VERDICT, Manifest, read_manifest
+from r7convert.progress import Progress
+from r7convert.store import STATE_DIR, hash_file
+
+# What the Hub's clients and git leave in a folder; no reader of checkpoints looks there, no writer of ours put it there.
+OTHERS_FILES = frozenset({".cache", ".git", ".gitattributes"})
+
+
+def check_seal(folder: Path, part: Part, *, threads: int, progress: Progress) -> Manifest | None:
+    """Read the manifest strictly and hash every file it lists; None where there is no manifest to judge by.
+
+    Source:  DESIGN.md "Verification"; nothing is complete without its seal.
+    """
+    sealed = part.check("the folder is sealed", "manifests")
+    manifest = None
+    with sealed.collecting():
+        manifest = read_manifest(folder)
+    if (folder / STATE_DIR / "journal.jsonl").exists():
+        sealed.fail(folder / STATE_DIR, "the journal of an unfinished run", expected="none", found="one", do="Repeat its command.")
+    if manifest is None:
+        return None
+
+    unlisted = part.check("no file is unlisted", "files")
+    for path in sorted(folder.iterdir()):
+        if path.name in OTHERS_FILES:
+            unlisted.note(f"{path.name} is not ours and was not looked into")
+        elif path.name not in (MANIFEST, VERDICT, STATE_DIR):
+            unlisted.expect(path.name in manifest.files, path, "file the manifest does not list", expected="none", found=path.name)
+
+    listed = part.check("every listed file has its size and SHA-256", "files")
+    progress.start(sum(record.size for record in manifest.files.values()), "seal")
+
+    def judge(name: str) -> tuple[str, str]:
+        path, record = folder / name, manifest.files[name]
+        try:
+            size = path.stat().st_size if path.is_file() else None
+            if size is None:
+                return "missing file", "none"
+            if size != record.size:
+                return "size", str(size)
+            sha256 = hash_file(path).sha256
+            return ("", "") if sha256 == record.sha256 else ("SHA-256", sha256)
+        except OSError as error:
+            return "unreadable file", str(error)
+
+    with ThreadPoolExecutor(threads) as pool:
+        for name, (what, found) in zip(manifest.files, pool.map(judge, manifest.files), strict=True):
+            record = manifest.files[name]
+            expected = {"size": record.size, "SHA-256": record.sha256}.get(what, "a file of the manifest")
+            listed.expect(not what, folder / name, what, expected=expected, found=found)
+            progress.advance(record.size, name)
+    part.scope.append(f"{len(manifest.files):,} files, {sum(record.size for record in manifest.files.values()):,} bytes hashed")
+    return manifest

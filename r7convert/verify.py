@@ -1,0 +1,175 @@
+"""Stage `verify`: the independent judge of a sealed folder. Four parts, each saying what it looked at:
+
+    seal      every file is the one the manifest lists
+    contract  the target's readers would take the folder; FORMAT.md, re-implemented from the page
+    bytes     ranks joined again and carried tensors, JSON and files equal the source's (needs the source)
+    numbers   the fused kernel on the written slabs against the codec on the source (issue 5)
+
+Writer and checker share the spec, never the code. Whatever fails is collected, counted and named; the verdict is written
+beside the manifest it is bound to, and `push` asks for it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from r7convert.contract import INDEX, READERS, TARGETS, check_contract
+from r7convert.errors import FormatError, UsageError, complain
+from r7convert.evidence import Evidence, gather
+from r7convert.findings import Part
+from r7convert.format import is_int
+from r7convert.journal import MANIFEST, Manifest, manifest_digest
+from r7convert.progress import Progress
+from r7convert.seal import check_seal
+from r7convert.store import check_disjoint, read_json
+from r7convert.verdict import Verdict, write_verdict
+from r7convert.verify_bytes import Compared, compare_carried, compare_layer
+from r7convert.verify_files import compare_config, compare_files, compare_metadata
+
+Json = Any
+
+DEFAULT_READER = "r28"
+_NO_SEAL = "there is no sound seal to judge by"
+_TASK_TENSORS = 64
+
+
+def verify(
+    folder: Path,
+    *,
+    source: Path | None = None,
+    tp: int | None = None,
+    reader: str | None = None,
+    threads: int | None = None,
+    progress: Progress | None = None,
+) -> Verdict:
+    """Judge a sealed folder, write VERDICT.json into it, and hand the verdict back; `verdict.check()` raises if it is bad.
+
+    `tp` and `reader` are what the caller means to serve with; None takes what the manifest states. With `source` the part
+    bytes compares every tensor with it.
+
+    Raises:  UsageError for folders that cannot be meant, ResourceError if the verdict cannot be written.
+    Source:  DESIGN.md "Verification".
+    """
+    progress = progress or Progress()
+    threads = threads or min(os.cpu_count() or 1, 8)
+    if not folder.is_dir():
+        raise UsageError(complain(folder, "output", expected="a folder that r7convert wrote", found="none"))
+    if reader is not None and reader not in READERS:
+        raise UsageError(complain("--reader", "stock reader level", expected=f"one of {', '.join(READERS)}", found=reader))
+    if source is not None:
+        if not source.is_dir():
+            raise UsageError(complain(source, "source", expected="a checkpoint folder", found="none"))
+        check_disjoint(source, folder)
+    seal, contract, bytes_part = Part("seal"), Part("contract"), Part("bytes")
+    numbers = Part("numbers", why_skipped="not asked for")
+    manifest = check_seal(folder, seal, threads=threads, progress=progress)
+    digest = manifest_digest(folder) if (folder / MANIFEST).is_file() else ""
+    if manifest is None:
+        contract.why_skipped = bytes_part.why_skipped = _NO_SEAL
+        verdict = Verdict(digest, "", 0, reader or DEFAULT_READER, (seal, contract, bytes_part, numbers))
+        write_verdict(folder, verdict)
+        return verdict
+
+    facts = manifest.facts
+    target, stated_tp = facts.get("target"), facts.get("tp")
+    reader = reader or (facts["reader"] if facts.get("reader") in READERS else DEFAULT_READER)
+    claims = contract.check("the manifest says what was asked for", "claims")
+    claims.expect(target in TARGETS, MANIFEST, "target", expected=f"one of {', '.join(TARGETS)}", found=target)
+    judged_tp = stated_tp if isinstance(stated_tp, int) and is_int(stated_tp) and stated_tp > 0 else 1
+    if target in ("rank-sliced", "slabs"):
+        claims.expect(stated_tp == judged_tp, MANIFEST, "tp", expected="a positive integer", found=stated_tp)
+        if tp is not None:
+            claims.expect(tp == judged_tp, folder.name, "tp of this output", expected=tp, found=judged_tp)
+    if target in TARGETS:
+        output = check_contract(
+            folder,
+            manifest.files,
+            contract,
+            target=target,
+            tp=judged_tp,
+            reader=reader,
+            marks=_marks(facts),
+            threads=threads,
+            progress=progress,
+        )
+        if source is None:
+            bytes_part.why_skipped = "no source was given"
+        else:
+            _compare_bytes(source, output, manifest, bytes_part, threads=threads, progress=progress)
+    else:
+        bytes_part.why_skipped = "no target to judge by"
+    verdict = Verdict(digest, str(target), judged_tp, reader, (seal, contract, bytes_part, numbers))
+    write_verdict(folder, verdict)
+    progress.finish()
+    return verdict
+
+
+def _marks(facts: Mapping[str, Json]) -> dict[str, Json]:
+    marks = facts.get("nonfinite")
+    return {str(mark["tensor"]): mark for mark in marks if isinstance(mark, dict) and "tensor" in mark} if isinstance(marks, list) else {}
+
+
+def _compare_bytes(source_folder: Path, output: Evidence, manifest: Manifest, part: Part, *, threads: int, progress: Progress) -> None:
+    """Every tensor of the source against the output's and back, then JSON and files."""
+    headers = part.check("the source's headers are sound", "files")
+    source = gather(source_folder, _source_shards(source_folder), headers)
+    facts = manifest.facts
+    dropped = set(facts.get("dropped") or ())
+    changed = set(facts.get("reencoded") or ())
+    total = sum(entry.nbytes for entry in source.tensors.values())
+    progress.start(total, "bytes")
+    done = Compared(part)
+    with ThreadPoolExecutor(threads) as pool:
+        for compared in pool.map(lambda task: task(), _tasks(source, output, dropped, changed)):
+            done.absorb(compared)
+            progress.advance(sum(nbytes for _, nbytes in compared.tallies.values()))
+    account = part.check("every tensor accounted for, in source and output")
+    account.saw(len(source.tensors) + len(output.tensors))
+    for name in source.tensors.keys() - done.source_used - dropped:
+        account.fail(f"source: {source.tensors[name].file}: {name}", "tensor", expected="in the output", found="no trace")
+    for name in output.tensors.keys() - done.output_used:
+        account.fail(f"{output.tensors[name].file}: {name}", "tensor", expected="from the source", found="no tensor it comes from")
+    for name in dropped & done.source_used:
+        account.fail(name, "dropped by request, says the manifest", expected="not in the output", found="there")
+
+    compare_config(source_folder, output.folder, part, dropped_mtp=bool(dropped))
+    compare_metadata(source, output, part)
+    nbytes = compare_files(source_folder, output.folder, part, listed=manifest.files, shards=source.headers, generated=_generated(output))
+    for name, (count, size) in sorted(done.tallies.items()):
+        part.scope.append(f"{name}: {count:,} tensors, {size:,} bytes")
+    part.scope.append(f"JSON: config.json; files: {nbytes:,} bytes")
+    if dropped:
+        part.scope.append(f"dropped by request: {len(dropped):,} tensors")
+
+
+def _tasks(source: Evidence, output: Evidence, dropped: set[str], changed: set[str]) -> Iterator[Callable[[], Compared]]:
+    for layer in sorted({*source.expert_tensors, *output.expert_tensors}):
+        if not all(entry.name in dropped for entry in source.expert_tensors.get(layer, ())):
+            yield partial(compare_layer, source, output, layer, changed)
+    carried = [entry for entry in source.carried if entry.name not in dropped]
+    for at in range(0, len(carried), _TASK_TENSORS):
+        yield partial(compare_carried, source, output, carried[at : at + _TASK_TENSORS])
+
+
+def _source_shards(folder: Path) -> list[str]:
+    """The shards the index names, or all there are where there is no index."""
+    index: Json = read_json(folder / INDEX) if (folder / INDEX).exists() else {}
+    weight_map = index.get("weight_map") if isinstance(index, dict) else None
+    if isinstance(weight_map, dict):
+        return sorted({str(file) for file in weight_map.values()})
+    return sorted(path.name for path in folder.glob("*.safetensors"))
+
+
+def _generated(output: Evidence) -> set[str]:
+    """Files beside the weights that this output has of its own: the tier map its tail names."""
+    try:
+        tail = read_json(output.folder / "config.json").get("hybrid_tr3_tail")
+    except (FormatError, AttributeError):
+        return set()
+    pointer = tail.get("bits_per_expert") if isinstance(tail, dict) else None
+    return {pointer.rpartition(":")[0]} if isinstance(pointer, str) else set()
