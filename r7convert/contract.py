@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 
 from r7convert import contract_config as config_rules
 from r7convert.contract_layers import Layout, check_free_k, check_layer, check_rank_names, check_slab_tiers, check_stock_k
-from r7convert.contract_slabs import check_sidecar_head, check_slab_layer
+from r7convert.contract_slabs import check_pointer, check_sidecar_head, check_slab_layer
 from r7convert.contract_values import check_dense_values, check_layer_values
 from r7convert.evidence import Evidence, LayerExperts, gather
 from r7convert.findings import Part
@@ -35,36 +35,41 @@ ALIGNMENT = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
-    """What is judged: the folder and the claims it is held to."""
+class Claims:
+    """What a folder is held to: its target, tp and reader level; `marks` are tensors it owns up to as non-finite."""
 
-    folder: Path
+    target: str
+    tp: int
+    reader: str
+    marks: Mapping[str, Json]
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """What is judged, and by which claims."""
+
     evidence: Evidence
     config: Mapping[str, Json]
     block: Mapping[str, Json]
     geometry: Geometry
+    claims: Claims
     part: Part
-    target: str
-    tp: int
-    reader: str
+
+    @property
+    def folder(self) -> Path:
+        return self.evidence.folder
+
+    @property
+    def tp(self) -> int:
+        return self.claims.tp
+
+    @property
+    def reader(self) -> str:
+        return self.claims.reader
 
 
-def check_contract(
-    folder: Path,
-    files: Iterable[str],
-    part: Part,
-    *,
-    target: str,
-    tp: int,
-    reader: str,
-    marks: Mapping[str, Json],
-    threads: int,
-    progress: Progress,
-) -> Evidence:
-    """Judge a folder by the rules of its target's readers; hands back the headers it read.
-
-    `files` are those the manifest lists; `marks` the tensors it owns up to as non-finite.
-    """
+def check_contract(folder: Path, files: Iterable[str], part: Part, claims: Claims, *, threads: int, progress: Progress) -> Evidence:
+    """Judge a folder by the rules of its target's readers; hands back the headers it read. `files` are those the manifest lists."""
     shards = [name for name in files if name.endswith(".safetensors") and (folder / name).exists()]
     evidence = gather(folder, shards, part.check("headers are sound", "files"))
     _check_headers(evidence, part)
@@ -78,19 +83,19 @@ def check_contract(
         return evidence
     block = config_rules.check_stamp(folder, config, part)
     config_rules.check_mtp(evidence, layers=geometry.layers, mtp_layers=geometry.mtp_layers, part=part)
-    case = Case(folder, evidence, config, block, geometry, part, target, tp, reader)
-    {"rank-sliced": _check_rank_sliced, "slabs": _check_slabs, "r7": _check_r7, "exl3": _check_exl3}[target](case)
+    case = Case(evidence, config, block, geometry, claims, part)
+    {"rank-sliced": _check_rank_sliced, "slabs": _check_slabs, "r7": _check_r7, "exl3": _check_exl3}[claims.target](case)
 
     layers = sorted(evidence.expert_tensors)
     progress.start(len(layers), "contract: payload values")
     with ThreadPoolExecutor(threads) as pool:
-        for found in pool.map(lambda layer: check_layer_values(evidence, evidence.layer(layer), marks), layers):
+        for found in pool.map(lambda layer: check_layer_values(evidence, evidence.layer(layer), claims.marks), layers):
             part.absorb(found)
             progress.advance(1)
-    part.absorb(check_dense_values(evidence, marks))
+    part.absorb(check_dense_values(evidence, claims.marks))
     part.scope.append(
-        f"target {target}, tp {tp}, reader {reader}: {len(evidence.tensors):,} tensors in {len(evidence.headers):,} files, "
-        f"{len(layers)} layers of routed experts"
+        f"target {claims.target}, tp {claims.tp}, reader {claims.reader}: {len(evidence.tensors):,} tensors in "
+        f"{len(evidence.headers):,} files, {len(layers)} layers of routed experts"
     )
     return evidence
 
@@ -191,6 +196,10 @@ def _check_slabs(case: Case) -> None:
     """Slab readers: FORMAT.md sections 5 and 6, a K per projection."""
     part, found = case.part, sorted(case.evidence.expert_tensors)
     config_rules.check_no_r7_block(case.config, case.block, part)
+    part.check("no tail: a stock reader must not take mixed experts for its own", "keys").expect(
+        "hybrid_tr3_tail" not in case.config, "config.json", "hybrid_tr3_tail", expected="none", found="one"
+    )
+    check_pointer(case.block, found, part, tp=case.tp)
     config_rules.check_range(None, _due_layers(case), found, "config.json", part)
     config_rules.check_dense(case.evidence, case.block, part, moe_range=None, experts_too=False)
     check_rank_names(case.evidence.tensors.values(), part, tp=case.tp)

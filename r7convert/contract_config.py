@@ -141,8 +141,16 @@ def check_range(stated: tuple[int, int] | None, due: Sequence[int], found: Seque
 def check_mtp(evidence: Evidence, *, layers: int, mtp_layers: int, part: Part) -> None:
     """num_nextn_predict_layers and the tensors of layers from num_hidden_layers on agree."""
     check = part.check("MTP layers: as many as config.json says", "layers")
-    found = sorted({layer for name in evidence.tensors if (layer := layer_of(name)) is not None and layer >= layers})
-    check.same("config.json: num_nextn_predict_layers", "layers", expected=list(range(layers, layers + mtp_layers)), found=found)
+    found = set()
+    for name in evidence.tensors:
+        layer = layer_of(name)
+        if name.startswith(("mtp.", "model.mtp.")):
+            found.add(layers + (layer or 0))
+        elif layer is not None and layer >= layers:
+            found.add(layer)
+    check.same(
+        "config.json: num_nextn_predict_layers", "MTP layers", expected=list(range(layers, layers + mtp_layers)), found=sorted(found)
+    )
 
 
 def check_dense(evidence: Evidence, block: Config, part: Part, *, moe_range: tuple[int, int] | None, experts_too: bool) -> None:

@@ -37,7 +37,7 @@ def check_slab_layer(
     ks = dict(layer.k_rows())
     tiers = sorted({k for row in ks.values() for k in row})
     ids = {proj: [[expert for expert in sorted(ks) if ks[expert][p] == tier] for tier in tiers] for p, proj in enumerate(PROJECTIONS)}
-    tables = _tables(ids, tiers, geometry.experts)
+    tables = {"bits": [list(ks[expert]) for expert in sorted(ks)], **_tables(ids, tiers, geometry.experts)}
     ranks = [_check_rank(layer, rank, headers, part, ids, geometry, tp, shared_h) for rank in range(tp)]
     sidecar = part.check("slabs.json: tiers, counts, descriptors, route map, offsets as the headers have them", "values")
     sidecar.same_json(f"slabs.json: layer {layer.layer}", expected={**tables, "ranks": ranks}, found=described)
@@ -92,8 +92,9 @@ def _check_rank(
     m = RANK_FILE.fullmatch(name)
     named = tuple(map(int, m.groups())) if m else None
     one.same(name, "layer, rank and tp in the name", expected=(layer.layer, rank, tp), found=named)
+    one.same(f"{name}: __metadata__", "order of keys", expected=sorted(header.metadata), found=list(header.metadata))
     one.same(name, "tensors in the file", expected=len(entries), found=len(header.tensors))
-    for key, value in (("tp", tp), ("rank", rank)):
+    for key, value in (("tp", tp), ("rank", rank), ("layer", layer.layer)):
         one.same(f"{name}: __metadata__", key, expected=str(value), found=header.metadata.get(key))
     part.check("slab files: data begins at a page, slabs at 16 bytes", "places").expect(
         header.data_start % PAGE == 0, name, "start of data", expected=f"a multiple of {PAGE}", found=header.data_start
@@ -185,3 +186,10 @@ def check_sidecar_head(sidecar: Json, layers: Sequence[int], part: Part, *, geom
     found = sidecar.get("layers") if isinstance(sidecar, dict) else None
     names = sorted(found) if isinstance(found, dict) else found
     check.same("slabs.json", "layers", expected=sorted(map(str, layers)), found=names)
+
+
+def check_pointer(block: Mapping[str, Json], layers: Sequence[int], part: Part, *, tp: int) -> None:
+    """`r7convert_slabs` of the embedded block: how a slab reader finds the sidecar."""
+    due = {"schema": FORMAT, "file": "slabs.json", "moe_layers": list(layers), "tp": tp}
+    check = part.check("r7convert_slabs points to slabs.json", "values")
+    check.same_json("quantization_config: r7convert_slabs", expected=due, found=block.get("r7convert_slabs"))

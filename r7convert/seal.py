@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from r7convert.findings import Part
-from r7convert.journal import MANIFEST, VERDICT, Manifest, read_manifest
+from r7convert.journal import COMMITTED, JOURNAL, MANIFEST, STAGED, VERDICT, Manifest, read_manifest
 from r7convert.progress import Progress
 from r7convert.store import STATE_DIR, hash_file
 
@@ -23,8 +23,11 @@ def check_seal(folder: Path, part: Part, *, threads: int, progress: Progress) ->
     manifest = None
     with sealed.collecting():
         manifest = read_manifest(folder)
-    if (folder / STATE_DIR / "journal.jsonl").exists():
-        sealed.fail(folder / STATE_DIR, "the journal of an unfinished run", expected="none", found="one", do="Repeat its command.")
+    for left in (JOURNAL, COMMITTED):
+        there = (folder / STATE_DIR / left).exists()
+        sealed.expect(not there, f"{STATE_DIR}/{left}", "an unfinished run", expected="none", found="one: repeat its command")
+    if (folder / STATE_DIR / STAGED).exists():
+        sealed.note("a change of this folder is staged and not committed: what is judged is the folder as it stands")
     if manifest is None:
         return None
 

@@ -13,7 +13,7 @@ from r7convert import __version__
 from r7convert.errors import SHOWN_OFFENDERS, FormatError, ResourceError, VerifyError, complain
 from r7convert.findings import Part
 from r7convert.format import is_int
-from r7convert.journal import VERDICT, locked, manifest_digest
+from r7convert.journal import VERDICT, manifest_digest
 from r7convert.store import read_json, write_json
 
 Json = Any
@@ -63,15 +63,15 @@ class Verdict:
 
 
 def write_verdict(folder: Path, verdict: Verdict) -> None:
-    """Write VERDICT.json beside the manifest it is bound to. An unsealed folder gets none: there is nothing to bind it to.
+    """Write VERDICT.json beside the manifest it is bound to; call it under the folder's lock. An unsealed folder gets none: there
+    is nothing to bind it to.
 
-    Raises:  ResourceError if the folder cannot be written or another command holds it.
+    Raises:  ResourceError if the folder cannot be written.
     """
     if not verdict.manifest_sha256:
         return
     try:
-        with locked(folder):
-            write_json(folder / VERDICT, verdict.to_json())
+        write_json(folder / VERDICT, verdict.to_json())
     except OSError as error:
         raise ResourceError(complain(folder / VERDICT, "cannot write the verdict", expected="a writable folder", found=error)) from None
 

@@ -18,15 +18,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from r7convert.contract import INDEX, READERS, TARGETS, check_contract
+from r7convert.contract import INDEX, READERS, TARGETS, Claims, check_contract
 from r7convert.errors import FormatError, UsageError, complain
 from r7convert.evidence import Evidence, gather
 from r7convert.findings import Part
-from r7convert.format import is_int
-from r7convert.journal import MANIFEST, Manifest, manifest_digest
+from r7convert.format import is_int, parse_geometry
+from r7convert.journal import MANIFEST, Manifest, locked, manifest_digest
 from r7convert.progress import Progress
 from r7convert.seal import check_seal
-from r7convert.store import check_disjoint, read_json
+from r7convert.store import STATE_DIR, check_disjoint, read_json
 from r7convert.verdict import Verdict, write_verdict
 from r7convert.verify_bytes import Compared, compare_carried, compare_layer
 from r7convert.verify_files import compare_config, compare_files, compare_metadata
@@ -65,48 +65,48 @@ def verify(
         if not source.is_dir():
             raise UsageError(complain(source, "source", expected="a checkpoint folder", found="none"))
         check_disjoint(source, folder)
-    seal, contract, bytes_part = Part("seal"), Part("contract"), Part("bytes")
+    if not (folder / MANIFEST).exists() and not (folder / STATE_DIR).exists():
+        return _judge(folder, source, tp, reader, threads, progress)  # nothing of ours: leave not even a lock there
+    with locked(folder):
+        return _judge(folder, source, tp, reader, threads, progress)
+
+
+def _judge(folder: Path, source: Path | None, tp: int | None, reader: str | None, threads: int, progress: Progress) -> Verdict:
+    seal, contract, compared = Part("seal"), Part("contract"), Part("bytes")
     numbers = Part("numbers", why_skipped="not asked for")
+    parts = (seal, contract, compared, numbers)
     manifest = check_seal(folder, seal, threads=threads, progress=progress)
     digest = manifest_digest(folder) if (folder / MANIFEST).is_file() else ""
-    if manifest is None:
-        contract.why_skipped = bytes_part.why_skipped = _NO_SEAL
-        verdict = Verdict(digest, "", 0, reader or DEFAULT_READER, (seal, contract, bytes_part, numbers))
-        write_verdict(folder, verdict)
-        return verdict
-
-    facts = manifest.facts
+    facts = manifest.facts if manifest else {}
     target, stated_tp = facts.get("target"), facts.get("tp")
     reader = reader or (facts["reader"] if facts.get("reader") in READERS else DEFAULT_READER)
-    claims = contract.check("the manifest says what was asked for", "claims")
-    claims.expect(target in TARGETS, MANIFEST, "target", expected=f"one of {', '.join(TARGETS)}", found=target)
-    judged_tp = stated_tp if isinstance(stated_tp, int) and is_int(stated_tp) and stated_tp > 0 else 1
-    if target in ("rank-sliced", "slabs"):
-        claims.expect(stated_tp == judged_tp, MANIFEST, "tp", expected="a positive integer", found=stated_tp)
-        if tp is not None:
-            claims.expect(tp == judged_tp, folder.name, "tp of this output", expected=tp, found=judged_tp)
-    if target in TARGETS:
-        output = check_contract(
-            folder,
-            manifest.files,
-            contract,
-            target=target,
-            tp=judged_tp,
-            reader=reader,
-            marks=_marks(facts),
-            threads=threads,
-            progress=progress,
-        )
-        if source is None:
-            bytes_part.why_skipped = "no source was given"
-        else:
-            _compare_bytes(source, output, manifest, bytes_part, threads=threads, progress=progress)
+    judged_tp: int = stated_tp if isinstance(stated_tp, int) and is_int(stated_tp) and stated_tp > 0 else 1
+    if manifest is None:
+        contract.why_skipped = compared.why_skipped = _NO_SEAL
+    elif target not in TARGETS:
+        contract.check("the manifest says what this is", "claims").fail(MANIFEST, "target", expected=f"one of {TARGETS}", found=target)
+        compared.why_skipped = "no target to judge by"
     else:
-        bytes_part.why_skipped = "no target to judge by"
-    verdict = Verdict(digest, str(target), judged_tp, reader, (seal, contract, bytes_part, numbers))
+        _check_claims(contract, target, stated_tp, tp)
+        claims = Claims(target, judged_tp, reader, _marks(facts))
+        output = check_contract(folder, manifest.files, contract, claims, threads=threads, progress=progress)
+        if source is None:
+            compared.why_skipped = "no source was given"
+        else:
+            _compare(source, output, manifest, compared, threads=threads, progress=progress)
+    verdict = Verdict(digest, str(target or ""), judged_tp if manifest else 0, reader, parts)
     write_verdict(folder, verdict)
     progress.finish()
     return verdict
+
+
+def _check_claims(part: Part, target: str, stated: Json, asked: int | None) -> None:
+    """tp as the manifest states it and as the caller means to serve; whole targets have none."""
+    check = part.check("the manifest says what this is", "claims")
+    if target in ("rank-sliced", "slabs"):
+        check.expect(is_int(stated) and stated > 0, MANIFEST, "tp", expected="a positive integer", found=stated)
+    if asked is not None and (target != "r7" or stated is not None):
+        check.expect(stated == asked, MANIFEST, "tp of this output", expected=asked, found=stated)
 
 
 def _marks(facts: Mapping[str, Json]) -> dict[str, Json]:
@@ -114,7 +114,7 @@ def _marks(facts: Mapping[str, Json]) -> dict[str, Json]:
     return {str(mark["tensor"]): mark for mark in marks if isinstance(mark, dict) and "tensor" in mark} if isinstance(marks, list) else {}
 
 
-def _compare_bytes(source_folder: Path, output: Evidence, manifest: Manifest, part: Part, *, threads: int, progress: Progress) -> None:
+def _compare(source_folder: Path, output: Evidence, manifest: Manifest, part: Part, *, threads: int, progress: Progress) -> None:
     """Every tensor of the source against the output's and back, then JSON and files."""
     headers = part.check("the source's headers are sound", "files")
     source = gather(source_folder, _source_shards(source_folder), headers)
@@ -137,9 +137,11 @@ def _compare_bytes(source_folder: Path, output: Evidence, manifest: Manifest, pa
     for name in dropped & done.source_used:
         account.fail(name, "dropped by request, says the manifest", expected="not in the output", found="there")
 
-    compare_config(source_folder, output.folder, part, dropped_mtp=bool(dropped))
+    nominal, last_layer = _mean_k(output), _last_layer(output.folder) if dropped else None
+    compare_config(source_folder, output.folder, part, nominal=nominal, last_layer=last_layer)
     compare_metadata(source, output, part)
-    nbytes = compare_files(source_folder, output.folder, part, listed=manifest.files, shards=source.headers, generated=_generated(output))
+    target = str(facts.get("target"))
+    nbytes = compare_files(source, output.folder, part, target=target, listed=manifest.files, generated=_generated(output))
     for name, (count, size) in sorted(done.tallies.items()):
         part.scope.append(f"{name}: {count:,} tensors, {size:,} bytes")
     part.scope.append(f"JSON: config.json; files: {nbytes:,} bytes")
@@ -173,3 +175,12 @@ def _generated(output: Evidence) -> set[str]:
         return set()
     pointer = tail.get("bits_per_expert") if isinstance(tail, dict) else None
     return {pointer.rpartition(":")[0]} if isinstance(pointer, str) else set()
+
+
+def _mean_k(output: Evidence) -> float | None:
+    ks = [k for layer in output.expert_tensors for _, row in output.layer(layer).k_rows() for k in row]
+    return round(sum(ks) / len(ks), 2) if ks else None
+
+
+def _last_layer(folder: Path) -> int:
+    return parse_geometry(read_json(folder / "config.json")).layers - 1

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from r7convert.evidence import Evidence
 from r7convert.findings import Check, Part
-from r7convert.store import PARTIAL, hash_file, read_json
+from r7convert.store import hash_file, read_json
 
 Json = Any
 
@@ -25,11 +24,15 @@ HF_QUANT_CONFIG = "hf_quant_config.json"
 INDEX = "model.safetensors.index.json"
 REWRITTEN = frozenset({CONFIG, QUANT_CONFIG, HF_QUANT_CONFIG, INDEX, "slabs.json", "MANIFEST.json", "VERDICT.json"})
 """Files that are judged by the contract and not carried."""
-R7_SIDECAR = re.compile(r"r7-experts-layer-\d+\.json")
+LEFT_OUT = (".safetensors", ".partial", ".incomplete", ".bin", ".pt", ".pth", ".ckpt", ".pkl", ".gguf", ".onnx", ".h5", ".msgpack")
+"""Weights that the index does not name, in this form or another, and what a download left behind."""
 
 
-def compare_config(source: Path, output: Path, part: Part, *, dropped_mtp: bool) -> None:
-    """config.json but for the stamp, key by key; what the stamp took out is found again, word for word."""
+def compare_config(source: Path, output: Path, part: Part, *, nominal: float | None, last_layer: int | None) -> None:
+    """config.json but for the stamp, key by key; what the stamp took out is found again, word for word.
+
+    `nominal` is the mean K of the output's routed experts; `last_layer` the last that stays where MTP layers were dropped.
+    """
     kept = part.check("config.json: keys other than the stamp's are the source's", "values")
     before: Json = {}
     after: Json = {}
@@ -38,12 +41,13 @@ def compare_config(source: Path, output: Path, part: Part, *, dropped_mtp: bool)
     if not isinstance(before, dict) or not isinstance(after, dict):
         kept.fail(CONFIG, "JSON", expected="an object", found=type(after).__name__)
         return
-    free = MTP_KEYS if dropped_mtp else ()
+    free = MTP_KEYS if last_layer is not None else ()
     kept.same_json(CONFIG, expected=_plain(before, free), found=_plain(after, free))
 
-    places = dict(_places(source, before))
+    places = {where: _shortened(old, last_layer) for where, old in _places(source, before)}
     entries, earlier = _provenance(after), _provenance(before)
     _check_moved(part, after.get("quantization_config"), places, entries)
+    _check_bits(part, after.get("quantization_config"), before.get("hybrid_tr3_tail"), places.values(), nominal)
     true = part.check("provenance: what was taken out stands there word for word", "blocks")
     for n, entry in enumerate(entries):
         good = entry in earlier or _is_true(entry, places)
@@ -69,6 +73,29 @@ def _check_moved(part: Part, block: Json, places: Mapping[str, Mapping[str, Json
             check.expect(here or away, f"{where}: {key}", "value", expected=f"kept, or under {PROVENANCE}", found=block.get(key))
     for key in block.keys() - BLOCK_KEYS - known.keys():
         check.expect(False, f"{CONFIG}: quantization_config: {key}", "key", expected="one of the source", found=block[key])
+
+
+def _check_bits(part: Part, block: Json, tail: Json, places: Iterable[Mapping[str, Json]], nominal: float | None) -> None:
+    """`bits` is what the source said, or the mean K of the experts; version and head_bits are the source's."""
+    check = part.check("quantization_config: bits, version and head_bits are true", "values")
+    block = block if isinstance(block, dict) else {}
+    said = [old.get("bits") for old in places] + [tail.get("bits") if isinstance(tail, dict) else None]
+    said += [old["r7_routed_experts"].get("target_bpw") for old in places if isinstance(old.get("r7_routed_experts"), dict)]
+    due = [value for value in (nominal, *said) if value is not None]
+    check.expect(block.get("bits") in due, f"{CONFIG}: quantization_config", "bits", expected=f"one of {due}", found=block.get("bits"))
+    for key in ("version", "head_bits"):
+        due = [old[key] for old in places if key in old]
+        good = block[key] in due if key in block else not due
+        check.expect(good, f"{CONFIG}: quantization_config", key, expected=due or "none", found=block.get(key))
+
+
+def _shortened(block: Mapping[str, Json], last_layer: int | None) -> dict[str, Json]:
+    """The block as it reads once layers after `last_layer` are dropped."""
+    r7 = block.get("r7_routed_experts")
+    if last_layer is None or not isinstance(r7, dict) or not isinstance(r7.get("moe_layers"), list):
+        return dict(block)
+    first, last = r7["moe_layers"]
+    return {**block, "r7_routed_experts": {**r7, "moe_layers": [first, min(last, last_layer)]}}
 
 
 def _is_true(entry: Mapping[str, Json], places: Mapping[str, Mapping[str, Json]]) -> bool:
@@ -109,37 +136,56 @@ def _provenance(config: Mapping[str, Json]) -> list[dict[str, Json]]:
 
 
 def compare_metadata(source: Evidence, output: Evidence, part: Part) -> None:
-    """A shard carried under its own name keeps its custom metadata."""
-    check = part.check("carried shards: custom metadata kept", "keys")
+    """Custom metadata of headers and index is kept; a file of ours adds its format, layer, tp and rank."""
+    check = part.check("custom metadata of shards and index kept", "values")
+    layers = {entry.file: layer for layer, entries in output.expert_tensors.items() for entry in entries}
     for name, header in output.headers.items():
         if name in source.headers:
-            before = {**source.headers[name].metadata, "format": "pt"}
-            check.same_json(f"{name}: __metadata__", expected=before, found=header.metadata)
+            due: dict[str, str] = {**source.headers[name].metadata, "format": "pt"}
+        else:
+            theirs = {entry.file for entry in source.expert_tensors.get(layers.get(name, -1), ())}
+            own = {key: header.metadata[key] for key in ("layer", "tp", "rank") if key in header.metadata}  # the contract's to judge
+            due = {key: value for file in sorted(theirs, reverse=True) for key, value in source.headers[file].metadata.items()}
+            due.update({"format": "pt"}, **own)
+        check.same_json(f"{name}: __metadata__", expected=due, found=header.metadata)
+    if (source.folder / INDEX).exists():
+        before, after = read_json(source.folder / INDEX), read_json(output.folder / INDEX)
+        plain = [{k: v for k, v in (i.get("metadata") or {}).items() if k != "total_size"} for i in (before, after)]
+        check.same_json(f"{INDEX}: metadata", expected=plain[0], found=plain[1])
 
 
-def compare_files(
-    source: Path, output: Path, part: Part, *, listed: Collection[str], shards: Collection[str], generated: Collection[str]
-) -> int:
+def compare_files(source: Evidence, output: Path, part: Part, *, target: str, listed: Collection[str], generated: Collection[str]) -> int:
     """Every other file, byte for byte, in both directions; returns the bytes compared.
 
-    `listed` are the files the manifest names, `shards` the safetensors files of the source, `generated` what the contract judges.
+    `listed` are the files the manifest names, `generated` those of the output that the contract judges.
     """
     check = part.check("carried files: equal the source's, none missing, none of unknown origin", "files")
     nbytes = 0
     for name in sorted(listed):
         if name in REWRITTEN or name in generated or name.endswith(".safetensors"):
             continue
-        if check.expect((source / name).is_file(), name, "file", expected="one of the source", found="none of that name there"):
-            nbytes += _same_file(source / name, output / name, check)
-    for path in sorted(source.iterdir()):
-        if _is_carried(path) and path.name not in shards and path.name not in listed:
-            check.expect(path.name in generated, path.name, "file of the source", expected="carried", found="left out")
+        before = source.folder / name
+        if check.expect(before.is_file(), name, "file", expected="one of the source", found="none of that name there"):
+            nbytes += _same_file(before, output / name, check)
+    left_out = _describing(source) if target != "r7" else set()
+    for path in sorted(source.folder.iterdir()):
+        if _is_carried(path) and path.name not in left_out and path.name not in generated:
+            check.expect(path.name in listed, path.name, "file of the source", expected="carried", found="left out")
     return nbytes
 
 
+def _describing(source: Evidence) -> set[str]:
+    """JSON that describes the source's own expert shards and would be untrue beside others: R7 sidecars, the tail's tier map."""
+    shards = {entry.file for entries in source.expert_tensors.values() for entry in entries}
+    tail = read_json(source.folder / CONFIG).get("hybrid_tr3_tail")
+    pointer = tail.get("bits_per_expert") if isinstance(tail, dict) else None
+    tier_map = {pointer.rpartition(":")[0]} if isinstance(pointer, str) else set()
+    return {shard.removesuffix(".safetensors") + ".json" for shard in shards} | tier_map
+
+
 def _is_carried(path: Path) -> bool:
-    left_out = path.name.startswith(".") or path.name.endswith((PARTIAL, ".incomplete", ".safetensors")) or not path.is_file()
-    return not left_out and path.name not in REWRITTEN and path.name != "README.md" and not R7_SIDECAR.fullmatch(path.name)
+    left_out = path.name.startswith(".") or not path.is_file() or path.name.lower().endswith(LEFT_OUT)
+    return not left_out and path.name not in REWRITTEN and path.name != "README.md"
 
 
 def _same_file(before: Path, after: Path, check: Check) -> int:

@@ -66,7 +66,7 @@ def test_push_takes_only_an_ok_verdict_of_this_manifest(tmp_path: Path) -> None:
         check_verdict(tmp_path)
     write_verdict(tmp_path, verdict(manifest_digest(tmp_path), passed("seal"), passed("contract")))
     assert check_verdict(tmp_path)["ok"] is True
-    assert {path.name for path in tmp_path.iterdir()} == {"MANIFEST.json", VERDICT}, "the lock's folder is gone again"
+    assert {path.name for path in tmp_path.iterdir()} == {"MANIFEST.json", VERDICT}
 
     write_manifest(tmp_path, Manifest("r7convert", {}, {"tp": 4}))
     with pytest.raises(VerifyError, match="another manifest"):
