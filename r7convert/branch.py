@@ -139,7 +139,9 @@ def find_repo(repo: str) -> Snapshot | None:
     return read_snapshot(Repo(repo))
 
 
-def open_branch(repo: str, *, private: bool, revision: str | None, pull_request_title: str | None) -> Branch:
+def open_branch(
+    repo: str, *, private: bool = False, revision: str | None = None, pull_request_title: str | None = None, note: str = ""
+) -> Branch:
     """The place a push writes to, created where it is missing: repository, then branch or (draft) pull request. A pull
     request of the same title that is still open is the unfinished push of the same folder, and is taken up again.
 
@@ -155,7 +157,7 @@ def open_branch(repo: str, *, private: bool, revision: str | None, pull_request_
                 complain(repo, "visibility", expected="private", found="public", do="Change it on the Hub, or drop --private.")
             )
         if pull_request_title is not None:
-            number = patiently(lambda: _pull_request(api, repo, pull_request_title))
+            number = patiently(lambda: _pull_request(api, repo, pull_request_title, note))
             return Branch(repo, f"refs/pr/{number}", fresh=True, pull_request=number)
         if revision is None:
             return Branch(repo, "main", fresh=before is None)
@@ -166,9 +168,8 @@ def open_branch(repo: str, *, private: bool, revision: str | None, pull_request_
         return Branch(repo, revision, fresh=fresh)
 
 
-def _pull_request(api: Any, repo: str, title: str) -> int:
+def _pull_request(api: Any, repo: str, title: str, note: str) -> int:
     for pull in api.get_repo_discussions(repo, discussion_type="pull_request"):
         if pull.title == title and pull.status in ("open", "draft"):
             return int(pull.num)
-    note = "Opened by r7convert. A draft until every file is there: config and index come in the last commit."
     return int(api.create_pull_request(repo, title, description=note).num)

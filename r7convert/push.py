@@ -35,6 +35,7 @@ COMMIT_FILES = 64
 COMMIT_BYTES = 50_000_000_000
 # What makes a branch look like a checkpoint to a reader.
 LOOKS_WHOLE = (CONFIG, INDEX, QUANT_CONFIG)
+DRAFT_NOTE = "Opened by r7convert. A draft until every file is there: config and index come in the last commit."
 _SECRETS = re.compile(rb"\bhf_[A-Za-z0-9]{20,}")
 
 
@@ -95,7 +96,7 @@ def push(
     if dry_run:
         return _rehearse(parcel, repo, before, create_pr=create_pr, replace=replace, tag=tag)
     title = f"r7convert {parcel.seal[:12]}" if create_pr else None
-    branch = open_branch(repo.id, private=private, revision=repo.revision, pull_request_title=title)
+    branch = open_branch(repo.id, private=private, revision=repo.revision, pull_request_title=title, note=DRAFT_NOTE)
     if not branch.fresh and not replace:
         check_vacant(parcel, branch.head, branch.ref)
     todo = branch.missing(parcel.files)

@@ -60,6 +60,7 @@ LEVELS = {
     "encode_shared": 6,
     "verify": 6,
     "download": 6,
+    "fix_hub": 7,
     "inspect": 7,
     "repack": 7,
     "report": 8,
