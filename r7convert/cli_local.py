@@ -9,15 +9,21 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from r7convert.errors import FormatError, UsageError, complain
-from r7convert.terminal import Terminal, format_table, in_bytes
+from r7convert.terminal import Terminal, format_table, in_bytes, wrap
 
 if TYPE_CHECKING:
+    from r7convert.checkpoint import Checkpoint
+    from r7convert.inspect import Inspection
     from r7convert.restamp import Restamped
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress, no talk.")]
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="More of both.")]
 Target = Literal["r7", "rank-sliced", "slabs", "exl3"]
+SourceOrRepo = Annotated[
+    str, typer.Argument(metavar="SRC", help="A checkpoint folder, or org/name[@revision] on the Hub.", show_default=False)
+]
+MANY_LAYERS = 12
 Source = Annotated[str, typer.Argument(metavar="SRC", help="A checkpoint folder.", show_default=False)]
 
 
@@ -65,6 +71,72 @@ def sample(
     nbytes = sum(path.stat().st_size for path in files)
     data = {"folder": str(folder), "files": len(files), "bytes": nbytes, "seed": seed, "mode": mode, "r7_layers": list(made.r7_layers)}
     terminal.result(data, [f"{folder}: {len(files)} files, {in_bytes(nbytes)}, mode {mode}, R7 layers {_span(made.r7_layers)}"])
+
+
+def inspect(
+    source: SourceOrRepo,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
+) -> None:
+    """Say what a checkpoint holds and what each target would make of it. Reads headers, no payload."""
+    from r7convert.inspect import inspect as inspect_checkpoint
+
+    found = inspect_checkpoint(_checkpoint(source))
+    Terminal(as_json=as_json, quiet=quiet, verbose=verbose).result(found.to_json(), _inspect_lines(found, verbose))
+
+
+def _inspect_lines(found: Inspection, verbose: bool) -> Iterator[str]:
+    from r7convert.experts import ranges
+    from r7convert.format import legal_tps
+
+    cp, g = found.checkpoint, found.checkpoint.geometry
+    yield f"{cp.where}: {len(cp.tensors):,} tensors in {len(cp.headers)} shards, {in_bytes(cp.payload_bytes)}"
+    yield f"hidden {g.hidden}, intermediate {g.intermediate} (tp {', '.join(map(str, legal_tps(g.intermediate)))})"
+    yield f"{g.layers} layers, experts from {g.first_moe} on: {g.experts} routed, {g.shared_experts} shared; tensors under {cp.root}"
+    yield f"MTP: {found.mtp}"
+    for state, layers in found.shared_experts.items():
+        yield f"shared experts: {state} in layers {ranges(layers)}"
+    yield ""
+    due = {True: "repair due, see `r7convert stamp`", False: "right", None: "cannot be repaired"}[found.stamp_due]
+    yield f"stamp: {due}"
+    for place in found.places:
+        state = "; ".join(place.problems) or ("right" if place.present else "absent")
+        yield from wrap(f"  {place.name}: {state}")
+    yield ""
+    yield from format_table(("bytes of", ""), [(name, in_bytes(count)) for name, count in found.bytes_by_class.items()])
+    yield ""
+    yield from format_table(("layers", "form", "gate", "up", "down", "experts that mix K"), _census_rows(found, verbose))
+    yield ""
+    rows = []
+    for answer in found.targets:
+        grown = f"{100 * (answer.bytes_after / cp.payload_bytes - 1):+z.1f}%" if answer.bytes_after is not None and cp.payload_bytes else ""
+        word = "no" if not answer.accepted else "lossless" if answer.lossless else "with loss"
+        rows.append((answer.target, word, grown, answer.why + (f"; {answer.cost}" if answer.cost not in ("", "nothing") else "")))
+    yield from format_table(("target", "takes it", "bytes", "why, and what is encoded again"), rows)
+    for line in (*(f"not in the index: {name}" for name in cp.foreign), *cp.warnings):
+        yield from wrap(f"note: {line}")
+
+
+def _census_rows(found: Inspection, verbose: bool) -> Iterator[tuple[str, ...]]:
+    """A row a layer, or, where they are many, a row for all layers of one form and one set of K."""
+    from r7convert.experts import ranges
+
+    groups: dict[tuple[Any, ...], list[Any]] = {}
+    for layer in found.census:
+        own = layer.layer if verbose or len(found.census) <= MANY_LAYERS else None
+        groups.setdefault((layer.tp, layer.hidden, layer.tiers, own), []).append(layer)
+    for (tp, hidden, _, _), layers in groups.items():
+        form = "whole" if tp is None else f"tp {tp}"
+        counts = []
+        for proj in layers[0].counts:
+            total: dict[int, int] = {}
+            for layer in layers:
+                for k, count in layer.counts[proj].items():
+                    total[k] = total.get(k, 0) + count
+            counts.append(" ".join(f"K{k}:{count:,}" for k, count in sorted(total.items())))
+        mixed = sum(layer.mixed_experts for layer in layers)
+        yield ranges(layer.layer for layer in layers), f"{form}, {hidden}", *counts, f"{mixed:,}"
 
 
 def stamp(
@@ -139,8 +211,21 @@ def _folder(source: str) -> Path:
     return found
 
 
+def _checkpoint(source: str) -> Checkpoint:
+    """SRC, a folder or a repository; of the latter headers and JSON are read by range requests."""
+    from r7convert.address import parse_address
+    from r7convert.checkpoint import build_checkpoint, read_checkpoint
+
+    found = parse_address(source)
+    if isinstance(found, Path):
+        return read_checkpoint(found)
+    from r7convert.remote import RemoteSource
+
+    return build_checkpoint(RemoteSource(found))
+
+
 def _span(layers: range) -> str:
     return f"{layers[0]}-{layers[-1]}" if len(layers) > 1 else str(layers[0])
 
 
-COMMANDS: tuple[Callable[..., None], ...] = (stamp, sample, env)
+COMMANDS: tuple[Callable[..., None], ...] = (inspect, stamp, sample, env)

@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import sys
+import textwrap
 import threading
 import time
 import traceback
@@ -164,8 +165,7 @@ def format_table(headers: Sequence[str], rows: Iterable[Sequence[object]], *, wi
     from rich.console import Console
     from rich.table import Table
 
-    if width is None:
-        width = shutil.get_terminal_size((PIPE_WIDTH, 24)).columns if sys.stdout.isatty() else PIPE_WIDTH
+    width = width or stdout_width()
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="")
     for nth, header in enumerate(headers):
         table.add_column(header, overflow="fold", ratio=1 if nth == len(headers) - 1 else None)
@@ -175,6 +175,18 @@ def format_table(headers: Sequence[str], rows: Iterable[Sequence[object]], *, wi
     with console.capture() as captured:
         console.print(table)
     return [line.rstrip() for line in captured.get().splitlines()]
+
+
+def stdout_width() -> int:
+    return shutil.get_terminal_size((PIPE_WIDTH, 24)).columns if sys.stdout.isatty() else PIPE_WIDTH
+
+
+def wrap(line: str, *, width: int | None = None) -> list[str]:
+    """A long line in lines that fit, the later ones indented; a word longer than a line stays whole."""
+    indent = len(line) - len(line.lstrip()) + 2
+    return textwrap.wrap(
+        line, width or stdout_width(), subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False, drop_whitespace=True
+    ) or [line]
 
 
 # ---- errors -----------------------------------------------------------------------------------------------------------
