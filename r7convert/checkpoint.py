@@ -83,6 +83,7 @@ class Checkpoint:
     hf_quant_config: Mapping[str, Json] | None
     geometry: Geometry
     weight_map: Mapping[str, str]
+    index_metadata: Mapping[str, Json]
     headers: Mapping[str, Header]
     tensors: Mapping[str, TensorEntry]
     root: str
@@ -135,7 +136,7 @@ def build_checkpoint(source: Source) -> Checkpoint:
         raise FormatError(complain(f"{CONFIG}: hybrid_tr3_tail", "experts_per_layer", expected=geometry.experts, found=tail.experts))
 
     bad = Offences()
-    weight_map = _read_weight_map(source, sizes, bad)
+    weight_map, index_metadata = _read_index(source, sizes, bad)
     shards = sorted(set(weight_map.values()))
     headers = {header.file: header for header in source.headers(shards)}
     tensors = _match_index(weight_map, headers, bad)
@@ -172,6 +173,7 @@ def build_checkpoint(source: Source) -> Checkpoint:
         hf_quant_config=_object(source, HF_QUANT_CONFIG) if HF_QUANT_CONFIG in sizes else None,
         geometry=geometry,
         weight_map=weight_map,
+        index_metadata=index_metadata,
         headers=headers,
         tensors=tensors,
         root=roots.pop() if roots else "model.layers",
@@ -224,15 +226,16 @@ def _r7_block(config: Mapping[str, Json], file_block: Mapping[str, Json] | None)
     return None if found is None else parse_r7_block(found)
 
 
-def _read_weight_map(source: Source, sizes: Mapping[str, int], bad: Offences) -> dict[str, str]:
-    """Tensor name -> file. A folder with one shard and no index is its own index."""
+def _read_index(source: Source, sizes: Mapping[str, int], bad: Offences) -> tuple[dict[str, str], Mapping[str, Json]]:
+    """Tensor name -> file, and the index's own metadata. A folder with one shard and no index is its own index."""
     if INDEX not in sizes:
         shards = [name for name in sizes if name.endswith(SHARD)]
         if len(shards) != 1:
             found = f"{len(shards)} shards and no index"
             raise FormatError(complain(source.where, INDEX, expected="the index", found=found, do="Download it."))
-        return dict.fromkeys(source.headers(shards)[0].tensors, shards[0])
-    weight_map = _object(source, INDEX).get("weight_map")
+        return dict.fromkeys(source.headers(shards)[0].tensors, shards[0]), {}
+    index = _object(source, INDEX)
+    weight_map, metadata = index.get("weight_map"), index.get("metadata")
     if not isinstance(weight_map, dict) or not weight_map:
         raise FormatError(complain(INDEX, "weight_map", expected="an object of tensor: file", found=type(weight_map).__name__))
     for name in sorted({str(file) for file in weight_map.values()}):
@@ -240,7 +243,7 @@ def _read_weight_map(source: Source, sizes: Mapping[str, int], bad: Offences) ->
             count = sum(file == name for file in weight_map.values())
             bad.add(name, f"missing file, named by {count} index entries", do="Download it, or repair the index.")
     bad.check()
-    return weight_map
+    return weight_map, metadata if isinstance(metadata, dict) else {}
 
 
 def _match_index(weight_map: Mapping[str, str], headers: Mapping[str, Header], bad: Offences) -> dict[str, TensorEntry]:

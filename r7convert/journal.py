@@ -74,6 +74,7 @@ class Journal:
     def __init__(self, folder: Path, fingerprint: Mapping[str, Json], *, restart: bool = False, rank: int = 0) -> None:
         self.path = folder / STATE_DIR / (f"journal-{rank}.jsonl" if rank else JOURNAL)
         self.done: dict[str, FileRecord] = {}
+        self.facts: dict[str, Json] = {}
         if restart:
             self.close()
         self._cut_torn_end()
@@ -83,14 +84,19 @@ class Journal:
                 self._check_same(lines[0], fingerprint, folder)
             for line in lines[1:]:
                 self.done[line["file"]] = FileRecord(line["size"], line["sha256"])
+                if "facts" in line:
+                    self.facts[line["file"]] = line["facts"]
         if not self.path.exists() or not self.path.stat().st_size:
             self.path.write_bytes(b"")
             self._append({"fingerprint": dict(fingerprint)})
             sync_folder(self.path.parent)
 
-    def record(self, name: str, record: FileRecord) -> None:
-        self._append({"file": name, "size": record.size, "sha256": record.sha256})
+    def record(self, name: str, record: FileRecord, facts: Json = None) -> None:
+        """Enter a finished file, and what was learnt while making it, so that a resumed run can say it too."""
+        self._append({"file": name, "size": record.size, "sha256": record.sha256} | ({"facts": facts} if facts else {}))
         self.done[name] = record
+        if facts:
+            self.facts[name] = facts
 
     def is_done(self, folder: Path, name: str) -> bool:
         """True if the file stands under its final name with the size the journal has; its digest is verify's work."""
@@ -100,8 +106,7 @@ class Journal:
 
     def close(self) -> None:
         """Forget the run: called once the folder is sealed."""
-        for path in _journals(self.path.parents[1]):
-            path.unlink(missing_ok=True)
+        forget_journals(self.path.parents[1])
 
     def _append(self, line: Json) -> None:
         with self.path.open("ab", buffering=0) as file:
@@ -148,6 +153,12 @@ def _read_lines(path: Path) -> tuple[list[Json], int]:
     except ValueError as error:
         raise FormatError(complain(path, "unreadable journal", found=error, expected="JSON lines", do="Use --restart.")) from None
     return lines, len(whole)
+
+
+def forget_journals(folder: Path) -> None:
+    """Remove what is left of a run's journals, once the folder is sealed or the run is discarded."""
+    for path in _journals(folder):
+        path.unlink(missing_ok=True)
 
 
 def read_journal(folder: Path) -> tuple[Json | None, dict[str, FileRecord]]:

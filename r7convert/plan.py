@@ -65,13 +65,13 @@ class Plan:
         carried = sum(entry.nbytes for shard in self.shards for entry in shard.entries)
         return carried + sum(layer.file_nbytes * len(layer.files) for layer in self.layers)
 
-    def index(self, source_metadata: Mapping[str, Json]) -> Json:
-        """model.safetensors.index.json: true bytes, names sorted."""
+    def index(self) -> Json:
+        """model.safetensors.index.json: true bytes in place of the source's, names sorted."""
         weight_map = {entry.name: shard.file for shard in self.shards for entry in shard.entries}
         for layer in self.layers:
             for rank, file in enumerate(layer.files):
                 weight_map |= {name: file for name, _, _ in layer.tensors(rank)}
-        metadata = {**source_metadata, "total_size": self.payload_bytes}
+        metadata = {**self.checkpoint.index_metadata, "total_size": self.payload_bytes}
         return {"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))}
 
     def tier_map(self) -> Json | None:

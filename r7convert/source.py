@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ParamSpec, Protocol, TypeVar
@@ -38,6 +39,19 @@ class Source(Protocol):
         """A range of payload, for the few small reads a plan makes."""
 
 
+class Payload(Protocol):
+    """Files of payload on this machine. One that has to be fetched first appears at `acquire`, and may go after `release`."""
+
+    def identity(self) -> Json:
+        """What an unfinished run compares, so that it never goes on with another source."""
+
+    def acquire(self, name: str) -> Path:
+        """The file, complete. Every acquire is followed by a release."""
+
+    def release(self, name: str) -> None:
+        """One reader less."""
+
+
 class Folder:
     """A checkpoint folder on this machine, a cache snapshot (links into blobs) included.
 
@@ -55,6 +69,7 @@ class Folder:
         self.repo = origin.id if origin else None
         self.commit = origin.revision if origin else None
         self.left_out: Sequence[str] = ()
+        self._stamps: dict[str, tuple[int, int]] = {}
 
     def sizes(self) -> Mapping[str, int]:
         bad, sizes = Offences(), {}
@@ -65,7 +80,9 @@ class Folder:
             elif path.name.startswith(".") or path.name.endswith((".partial", ".incomplete")) or not path.is_file():
                 left_out.append(path.name)
             else:
-                sizes[path.name] = path.stat().st_size
+                status = path.stat()
+                sizes[path.name] = status.st_size
+                self._stamps[path.name] = status.st_size, status.st_mtime_ns
                 if sizes[path.name] < _POINTER_BYTES:
                     collect(bad, check_not_pointer, path.read_bytes(), path)
         bad.check()
@@ -88,6 +105,21 @@ class Folder:
         if len(data) != nbytes:
             raise ResourceError(complain(self.path / name, "file is shorter than its header says", expected=nbytes, found=len(data)))
         return data
+
+    def identity(self) -> Json:
+        """Sizes and times: two checkpoints of one shape have equal headers, and only their payload differs."""
+        return hashlib.sha256(repr(sorted(self._stamps.items())).encode()).hexdigest()
+
+    def acquire(self, name: str) -> Path:
+        """Raises:  FormatError if the file is another than when the folder was listed."""
+        path = self.path / name
+        status = path.stat()
+        if (status.st_size, status.st_mtime_ns) != self._stamps.get(name):
+            raise FormatError(complain(path, "source file changed since its header was read", do="Is something writing to it?"))
+        return path
+
+    def release(self, name: str) -> None:
+        pass
 
 
 def collect(bad: Offences, read: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R | None:

@@ -29,6 +29,8 @@ MAX_JSON_BYTES = 1 << 30
 MAX_HEADER_READ = 100_000_000
 MAX_HEADER_WRITE = 20_000_000
 DATA_ALIGNMENT = 4096
+_SMALL_WRITE = 1 << 16
+_GATHERED = 1 << 20
 POINTER_SIGNS = (b"version https://git-lfs", b"# xet version", b"version https://xet")
 
 
@@ -208,26 +210,57 @@ def sync_folder(folder: Path) -> None:
 class WholeFile:
     """A file that appears under its name only when whole; SHA-256 taken while writing.
 
-    Use as a context manager: `with WholeFile(path) as file: file.write(...)`, then `file.record`. An error inside leaves
+    Use as a context manager: `with WholeFile(path) as file: file.write(...)`, then `file.whole_record`. An error inside leaves
     nothing behind but what a kill would leave too: a `.partial` that the next run overwrites.
+
+    `written`: the `.partial` has its bytes already, as a link or reflink; what is "written" is only hashed.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, written: bool = False) -> None:
         self.path = path
         self.record: FileRecord | None = None
         self._partial = path.with_name(path.name + PARTIAL)
-        self._file: BinaryIO = self._partial.open("wb", buffering=0)
+        if not written:
+            # Never write into what is there: it may be the hard link of a run with --link that was killed, the source itself.
+            self._partial.unlink(missing_ok=True)
+        self._file: BinaryIO = self._partial.open("rb" if written else "xb", buffering=0)
+        self._is_written = written
+        self._small: list[bytes] = []
+        self._small_bytes = 0
         self._digest = hashlib.sha256()
         self._size = 0
 
     def write(self, data: bytes | memoryview) -> None:
+        """Append; writes under 64 KiB are gathered, since a rank file has thousands of markers of four bytes."""
         view = memoryview(data).cast("B")
+        if len(view) < _SMALL_WRITE:
+            self._small.append(bytes(view))
+            self._small_bytes += len(view)
+            if self._small_bytes >= _GATHERED:
+                self._flush()
+            return
+        self._flush()
+        self._write(view)
+
+    def _flush(self) -> None:
+        if self._small:
+            self._write(memoryview(b"".join(self._small)))
+            self._small, self._small_bytes = [], 0
+
+    def _write(self, view: memoryview) -> None:
         self._digest.update(view)
         self._size += len(view)
-        while view:
+        while view and not self._is_written:
             view = view[self._file.write(view) or 0 :]
 
+    @property
+    def whole_record(self) -> FileRecord:
+        """The record of a file that has been closed."""
+        assert self.record is not None
+        return self.record
+
     def close(self) -> FileRecord:
+        self._flush()
         os.fsync(self._file.fileno())
         self._file.close()
         self._partial.replace(self.path)

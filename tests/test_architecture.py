@@ -55,6 +55,7 @@ LEVELS = {
     "remote": 5,
     "push": 6,
     "plan": 6,
+    "copying": 6,
     "sample": 6,
     "restamp": 6,
     "encode_shared": 6,

@@ -1,0 +1,336 @@
+"""Stage `repack`: an R7 checkpoint in, a folder for another reader out.
+
+    fingerprint -> journal -> layer files and shards -> small files -> index, tier map, slabs.json
+                -> quantization_config.json -> config.json -> MANIFEST.json, the seal
+
+Everything that headers can refuse is refused before the output folder exists. A killed run leaves whole files, partial ones
+under `.partial` names, and a journal; the same command finishes it, and the folder is the same to the byte.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from r7convert import __version__, policy
+from r7convert.checkpoint import CONFIG, INDEX, QUANT_CONFIG, read_checkpoint
+from r7convert.copying import Findings, Recoder, Stopped, Work, copy_file, write_layer, write_shard
+from r7convert.errors import ResourceError, UnsupportedError, UsageError, complain
+from r7convert.journal import MANIFEST, VERDICT, Journal, Manifest, forget_journals, locked, read_journal, read_manifest, write_manifest
+from r7convert.plan import Plan, fingerprint, plan_repack
+from r7convert.progress import Progress
+from r7convert.rules import SLICED, Choose
+from r7convert.slab_layout import SIDECAR
+from r7convert.source import Folder, Payload
+from r7convert.store import PARTIAL, STATE_DIR, FileRecord, check_disjoint, check_free_space, read_json, write_json
+from r7convert.targets import TIER_MAP
+
+Json = Any
+Results = dict[str, tuple[FileRecord, Json]]
+Write = Callable[..., dict[str, FileRecord]]
+
+TOOL = f"r7convert {__version__}"
+OUTPUTS = "outputs.json"
+HEADER_ROOM = 1 << 20
+DEFAULT_THREADS = 4
+
+
+@dataclass(frozen=True)
+class Repacked:
+    """What a run did, or would do. `files` is empty after a dry run; `resumed` counts files an earlier run had finished."""
+
+    plan: Plan
+    output: Path
+    dry_run: bool
+    files: Mapping[str, FileRecord] = field(default_factory=dict)
+    findings: Findings = field(default_factory=Findings)
+    resumed: int = 0
+
+    def to_json(self) -> Json:
+        plan = self.plan
+        return {
+            **plan_facts(plan),
+            "output": str(self.output),
+            "dry_run": self.dry_run,
+            "payload_bytes": plan.payload_bytes,
+            "reencoded": plan.reencoded,
+            "changes": [change.to_json() for change in plan.changes],
+            "left_out": list(plan.left_out),
+            "notes": list(plan.notes),
+            "resumed": self.resumed,
+            **self.findings.to_json(),
+            "files": {name: {"size": record.size, "sha256": record.sha256} for name, record in sorted(self.files.items())},
+        }
+
+
+def repack(
+    source: Path,
+    output: Path,
+    *,
+    target: str,
+    tp: int | None = None,
+    reader: str = "r28",
+    rotation_layout: str | None = None,
+    mixed_k: str = "refuse",
+    budget_bytes: int | None = None,
+    layers: tuple[int, int] | None = None,
+    threads: int | None = None,
+    link: bool = False,
+    dry_run: bool = False,
+    restart: bool = False,
+    drop_mtp: bool = False,
+    allow_nonfinite: bool = False,
+    recoder: Recoder | None = None,
+    progress: Progress | None = None,
+) -> Repacked:
+    """Convert a checkpoint folder for a target. A finished folder is left as it is; an unfinished one is finished.
+
+    Raises:  UsageError (choices, folders that overlap, an output that holds something else), FormatError and UnsupportedError
+             (the source), ResourceError (room, permission, a folder in use).
+    """
+    check_disjoint(source, output)
+    checkpoint = read_checkpoint(source)
+    choices: dict[str, Choose] = {"refuse": policy.refuse, "lift": policy.lift, "fit": partial(policy.fit, budget_bytes=budget_bytes)}
+    if mixed_k not in choices:
+        raise UsageError(complain("--mixed-k", "policy", expected=f"one of {', '.join(choices)}", found=mixed_k))
+    plan = plan_repack(
+        checkpoint,
+        target=target,
+        tp=tp,
+        reader=reader,
+        rotation_layout=rotation_layout,
+        choose=choices[mixed_k],
+        layers=layers,
+        drop_mtp=drop_mtp,
+    )
+    if dry_run:
+        return Repacked(plan, output, dry_run=True)
+    assert isinstance(checkpoint.source, Folder)
+    return execute(
+        plan,
+        checkpoint.source,
+        output,
+        threads=threads,
+        link=link,
+        restart=restart,
+        allow_nonfinite=allow_nonfinite,
+        recoder=recoder,
+        progress=progress,
+    )
+
+
+def execute(
+    plan: Plan,
+    payload: Payload,
+    output: Path,
+    *,
+    threads: int | None = None,
+    link: bool = False,
+    restart: bool = False,
+    allow_nonfinite: bool = False,
+    recoder: Recoder | None = None,
+    progress: Progress | None = None,
+) -> Repacked:
+    """Carry a plan out, reading payload wherever it comes from.
+
+    Raises:  as `repack`; UnsupportedError for a plan that encodes matrices again and no recoder.
+    """
+    if plan.reencoded and recoder is None:
+        do = "This needs the encoder: see --mixed-k."
+        raise UnsupportedError(complain("plan", "matrices to encode again", expected=0, found=plan.reencoded, do=do))
+    run = _Run(plan, payload, output, link, allow_nonfinite, recoder, progress or Progress())
+    if not restart and (sealed := run.sealed_before()) is not None:
+        return sealed
+    run.check_output(restart=restart)
+    run.check_room()
+    with locked(output):
+        if restart:
+            run.discard()
+        journal = Journal(output, run.fingerprint, restart=restart)
+        write_json(output / STATE_DIR / OUTPUTS, run.output_names())
+        resumed = run.copy(journal, threads or min(DEFAULT_THREADS, os.cpu_count() or 1))
+        files = dict(journal.done) | run.write_json_files()
+        findings = _merge_findings(journal.facts)
+        reencoded = {name: fact["reencoded"] for name, fact in sorted(journal.facts.items()) if "reencoded" in fact}
+        facts = {**run.facts, **findings.to_json(), **({"reencoded": reencoded} if reencoded else {})}
+        write_manifest(output, Manifest(TOOL, files, facts))
+        journal.close()
+    run.progress.finish()
+    return Repacked(plan, output, dry_run=False, files=files, findings=findings, resumed=resumed)
+
+
+def plan_facts(plan: Plan) -> dict[str, Json]:
+    """What a manifest states of a run: the same for the same source and choices, on any machine."""
+    return {
+        **fingerprint(plan),
+        "moe_layers": [layer.layer for layer in plan.layers],
+        "partial": {"layers": list(plan.selected)} if plan.selected else None,
+        "accounting": {kind: {"tensors": count, "bytes": nbytes} for kind, (count, nbytes) in plan.accounting.items()},
+    }
+
+
+class _Run:
+    """One conversion on its way: the plan, where it comes from and goes to, and what all its parts need to know."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        payload: Payload,
+        output: Path,
+        link: bool,
+        allow_nonfinite: bool,
+        recoder: Recoder | None,
+        progress: Progress,
+    ) -> None:
+        self.plan = plan
+        self.payload = payload
+        self.output = output
+        self.link = link
+        self.allow_nonfinite = allow_nonfinite
+        self.recoder = recoder
+        self.progress = progress
+        self.facts = {**plan_facts(plan), "allow_nonfinite": allow_nonfinite}
+        self.fingerprint = {"tool": TOOL, **self.facts, "files": payload.identity()}
+
+    # ---- before ----
+
+    def sealed_before(self) -> Repacked | None:
+        """The report of an earlier run that finished this very work, or None."""
+        if not (self.output / MANIFEST).is_file():
+            return None
+        manifest = read_manifest(self.output)
+        if manifest.tool != TOOL or any(manifest.facts.get(key) != value for key, value in self.facts.items()):
+            return None
+        if (self.output / STATE_DIR).exists():  # killed between the seal and the journal's end
+            with locked(self.output):
+                forget_journals(self.output)
+        self.progress.say(f"{self.output} is complete already")
+        findings = Findings(manifest.facts.get("zeros", {}), manifest.facts.get("nonfinite", {}))
+        return Repacked(self.plan, self.output, False, manifest.files, findings, resumed=len(manifest.files))
+
+    def check_output(self, *, restart: bool) -> None:
+        """Raises:  UsageError for an output that is no folder, or holds what no earlier run of repack left."""
+        if not self.output.exists():
+            return
+        if not self.output.is_dir():
+            raise UsageError(complain(self.output, "output", expected="a folder", found="a file"))
+        names = {path.name for path in self.output.iterdir()} - {STATE_DIR}
+        unfinished, _ = read_journal(self.output)
+        is_sealed = MANIFEST in names
+        if not names or (unfinished is not None and not is_sealed) or (restart and is_sealed):
+            return
+        found = "another conversion" if is_sealed else f"{len(names)} files of something else"
+        do = "Choose another folder" + (", or use --restart to replace it." if is_sealed else ".")
+        raise UsageError(complain(self.output, "output", expected="a new or empty folder, or an unfinished run", found=found, do=do))
+
+    def check_room(self) -> None:
+        """Raises:  ResourceError. Files that are done, and those a restart will remove, count as room."""
+        shards = 0 if self.link else sum(shard.size for shard in self.plan.shards)
+        layers = sum(len(layer.files) * (layer.file_nbytes + HEADER_ROOM) for layer in self.plan.layers)
+        there = sum(path.stat().st_size for name in self.output_names() if (path := self.output / name).is_file())
+        check_free_space(self.output, max(0, shards + layers - there))
+
+    def output_names(self) -> list[str]:
+        """Every file this run will have written but the seal."""
+        plan = self.plan
+        payload = [*plan.files, *(shard.file for shard in plan.shards), *(file for layer in plan.layers for file in layer.files)]
+        return sorted([*payload, *self._json_files()])
+
+    def discard(self) -> None:
+        """Remove what an earlier run left, the seal first."""
+        names: set[str] = set()
+        if (self.output / MANIFEST).exists():
+            names |= set(read_manifest(self.output).files)
+        if (listed := self.output / STATE_DIR / OUTPUTS).exists():
+            names |= set(read_json(listed))
+        for name in (MANIFEST, VERDICT, *sorted(names)):
+            (self.output / name).unlink(missing_ok=True)
+            (self.output / (name + PARTIAL)).unlink(missing_ok=True)
+
+    # ---- the work ----
+
+    def copy(self, journal: Journal, threads: int) -> int:
+        """Every layer file, shard and small file that is not done yet; returns how many files were.
+
+        Raises:  the first error of any of them, once all have stopped.
+        """
+        stop = threading.Event()
+        todo = [(names, job) for names, job in self._jobs(stop) if not all(journal.is_done(self.output, name) for name in names)]
+        names_todo = {name for names, _ in todo for name in names}
+        self.progress.start(self._bytes_of(names_todo), "repack")
+        with ThreadPoolExecutor(threads) as pool:
+            futures = [pool.submit(job) for _, job in todo]
+            waiting = set(futures)
+            try:
+                while waiting:
+                    done, waiting = wait(waiting, return_when=FIRST_COMPLETED)
+                    for future in done:
+                        for name, (record, facts) in future.result().items():
+                            journal.record(name, record, facts)
+            except BaseException:
+                stop.set()
+                for future in futures:
+                    future.cancel()
+                raise
+        return len(self.output_names()) - len(self._json_files()) - len(names_todo)
+
+    def _jobs(self, stop: threading.Event) -> Iterator[tuple[tuple[str, ...], Callable[[], Results]]]:
+        """(files, what makes them), largest kinds first so that threads end together."""
+        for shard in sorted(self.plan.shards, key=lambda shard: -shard.size):
+            yield (shard.file,), partial(self._job, stop, partial(write_shard, shard, self.payload, link=self.link), shard.file)
+        for layer in self.plan.layers:
+            write = partial(write_layer, layer, self.payload, recoder=self.recoder)
+            yield layer.files, partial(self._job, stop, write, f"layer {layer.layer}", layer.layer if layer.reencoded else None)
+        for name in self.plan.files:
+            yield (name,), partial(self._job, stop, partial(copy_file, name, self.payload), name)
+
+    def _job(self, stop: threading.Event, write: Write, what: str, recoded_layer: int | None = None) -> Results:
+        """Run one job; what it found goes with its first file."""
+        work = Work(self.output, self.progress, stop, self.allow_nonfinite)
+        if stop.is_set():
+            raise Stopped
+        try:
+            records = write(work=work)
+        except OSError as error:
+            do = "The run can be repeated once this is mended: it goes on where it stopped."
+            raise ResourceError(complain(self.output, f"{what} failed", expected="no error", found=error.strerror, do=do)) from error
+        facts: dict[str, Json] = work.findings.to_json()
+        if recoded_layer is not None and self.recoder is not None:
+            facts["reencoded"] = self.recoder.facts(recoded_layer)
+        return {name: (record, facts if at == 0 else None) for at, (name, record) in enumerate(records.items())}
+
+    def _bytes_of(self, names: set[str]) -> int:
+        shards = sum(entry.nbytes for shard in self.plan.shards if shard.file in names for entry in shard.entries)
+        return shards + sum(layer.file_nbytes * len(layer.files) for layer in self.plan.layers if layer.files[0] in names)
+
+    # ---- JSON, in the order in which a reader must not find it too early ----
+
+    def _json_files(self) -> list[str]:
+        sliced = [SIDECAR] if self.plan.target in SLICED else []
+        tiers = [TIER_MAP] if self.plan.target == "rank-sliced" else []
+        return [INDEX, *tiers, *sliced, *([] if self.plan.is_partial else [QUANT_CONFIG, CONFIG])]
+
+    def write_json_files(self) -> dict[str, FileRecord]:
+        """The index and what describes the layers, then the configs: a reader that finds config.json finds everything."""
+        plan = self.plan
+        makers: dict[str, Callable[[], Json]] = {
+            INDEX: plan.index,
+            TIER_MAP: plan.tier_map,
+            SIDECAR: plan.sidecar,
+            QUANT_CONFIG: lambda: plan.quantization,
+            CONFIG: lambda: plan.config,
+        }
+        return {name: write_json(self.output / name, makers[name](), compact=name in (INDEX, SIDECAR)) for name in self._json_files()}
+
+
+def _merge_findings(facts: Mapping[str, Json]) -> Findings:
+    """Findings of all files, by tensor name."""
+    zeros = {name: found for fact in facts.values() for name, found in fact.get("zeros", {}).items()}
+    nonfinite = {name: found for fact in facts.values() for name, found in fact.get("nonfinite", {}).items()}
+    return Findings(dict(sorted(zeros.items())), dict(sorted(nonfinite.items())))
