@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from r7convert.evidence import Evidence
+from r7convert.evidence import Evidence, is_mtp
 from r7convert.findings import Check, Part
 from r7convert.format import MCG_MULTIPLIER, PER_EXPERT_V1, R7Block, Tail, TensorEntry, is_int, layer_of, parse_r7_block, parse_tail
 from r7convert.store import read_json
@@ -144,10 +144,8 @@ def check_mtp(evidence: Evidence, *, layers: int, mtp_layers: int, part: Part) -
     found = set()
     for name in evidence.tensors:
         layer = layer_of(name)
-        if name.startswith(("mtp.", "model.mtp.")):
-            found.add(layers + (layer or 0))
-        elif layer is not None and layer >= layers:
-            found.add(layer)
+        if is_mtp(name, layers):
+            found.add(layer if layer is not None and layer >= layers else layers + (layer or 0))
     check.same(
         "config.json: num_nextn_predict_layers", "MTP layers", expected=list(range(layers, layers + mtp_layers)), found=sorted(found)
     )

@@ -117,6 +117,12 @@ class Evidence:
         return made
 
 
+def is_mtp(name: str, layers: int) -> bool:
+    """Whether a tensor belongs to multi-token prediction: layers from `layers` on, or everything under `mtp.`."""
+    layer = layer_of(name)
+    return name.startswith(("mtp.", "model.mtp.")) or (layer is not None and layer >= layers)
+
+
 def gather(folder: Path, files: Iterable[str], check: Check) -> Evidence:
     """Read the header of each file named; what cannot be read is a failure of `check` and left out."""
     headers = {}
@@ -147,13 +153,16 @@ class Payloads:
             yield at, raw
 
     def fill(self, entry: TensorEntry, at: int, raw: npt.NDArray[np.uint8]) -> None:
-        if entry.file not in self._open:
-            self._open[entry.file] = os.open(self.folder / entry.file, os.O_RDONLY)
         view, offset = memoryview(raw.data), entry.offset + at
         while view:
-            count = os.preadv(self._open[entry.file], [view], offset)
+            try:
+                if entry.file not in self._open:
+                    self._open[entry.file] = os.open(self.folder / entry.file, os.O_RDONLY)
+                count = os.preadv(self._open[entry.file], [view], offset)
+            except OSError as error:
+                raise FormatError(complain(entry.file, f"cannot read {entry.name}", expected="its bytes", found=error.strerror)) from None
             if count == 0:
-                raise FormatError(complain(self.folder / entry.file, f"ends inside {entry.name}", do="Is something writing to it?"))
+                raise FormatError(complain(entry.file, f"ends inside {entry.name}", do="Is something writing to it?"))
             view, offset = view[count:], offset + count
 
     def __enter__(self) -> Self:

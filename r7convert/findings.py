@@ -62,9 +62,9 @@ class Check:
         self.shown += other.shown[: SHOWN_OFFENDERS - len(self.shown)]
         self.notes += other.notes[: SHOWN_OFFENDERS - len(self.notes)]
 
-    def collecting(self) -> Collecting:
-        """Errors that a parser raises inside the `with` block become failures of this check."""
-        self.looked_at += 1
+    def collecting(self, count: int = 1) -> Collecting:
+        """Errors that a reader raises inside the `with` block become failures of this check, which counts the block as one look."""
+        self.looked_at += count
         return Collecting(self)
 
     def note(self, line: str) -> None:

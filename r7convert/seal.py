@@ -10,8 +10,9 @@ from r7convert.journal import COMMITTED, JOURNAL, MANIFEST, STAGED, VERDICT, Man
 from r7convert.progress import Progress
 from r7convert.store import STATE_DIR, hash_file
 
-# What the Hub's clients and git leave in a folder; no reader of checkpoints looks there, no writer of ours put it there.
-OTHERS_FILES = frozenset({".cache", ".git", ".gitattributes"})
+# What the Hub's clients and git leave in a folder, and the card, which quotes the verdict and so cannot be under the seal that the
+# verdict is bound to. No reader of checkpoints looks at them.
+OTHERS_FILES = frozenset({".cache", ".git", ".gitattributes", "README.md"})
 
 
 def check_seal(folder: Path, part: Part, *, threads: int, progress: Progress) -> Manifest | None:
@@ -33,8 +34,8 @@ def check_seal(folder: Path, part: Part, *, threads: int, progress: Progress) ->
 
     unlisted = part.check("no file is unlisted", "files")
     for path in sorted(folder.iterdir()):
-        if path.name in OTHERS_FILES:
-            unlisted.note(f"{path.name} is not ours and was not looked into")
+        if path.name in OTHERS_FILES and path.name not in manifest.files:
+            unlisted.note(f"{path.name} is not under the seal and was not looked into")
         elif path.name not in (MANIFEST, VERDICT, STATE_DIR):
             unlisted.expect(path.name in manifest.files, path, "file the manifest does not list", expected="none", found=path.name)
 

@@ -20,7 +20,7 @@ from typing import Any
 
 from r7convert.contract import INDEX, READERS, TARGETS, Claims, check_contract
 from r7convert.errors import FormatError, UsageError, complain
-from r7convert.evidence import Evidence, gather
+from r7convert.evidence import Evidence, gather, is_mtp
 from r7convert.findings import Part
 from r7convert.format import is_int, parse_geometry
 from r7convert.journal import MANIFEST, Manifest, locked, manifest_digest
@@ -28,7 +28,7 @@ from r7convert.progress import Progress
 from r7convert.seal import check_seal
 from r7convert.store import STATE_DIR, check_disjoint, read_json
 from r7convert.verdict import Verdict, write_verdict
-from r7convert.verify_bytes import Compared, compare_carried, compare_layer
+from r7convert.verify_bytes import REENCODED, Compared, compare_carried, compare_layer
 from r7convert.verify_files import compare_config, compare_files, compare_metadata
 
 Json = Any
@@ -87,8 +87,8 @@ def _judge(folder: Path, source: Path | None, tp: int | None, reader: str | None
         contract.check("the manifest says what this is", "claims").fail(MANIFEST, "target", expected=f"one of {TARGETS}", found=target)
         compared.why_skipped = "no target to judge by"
     else:
-        _check_claims(contract, target, stated_tp, tp)
-        claims = Claims(target, judged_tp, reader, _marks(facts))
+        _check_claims(contract, facts, tp)
+        claims = Claims(target, judged_tp, reader, facts.get("nonfinite") or {})
         output = check_contract(folder, manifest.files, contract, claims, threads=threads, progress=progress)
         if source is None:
             compared.why_skipped = "no source was given"
@@ -100,18 +100,17 @@ def _judge(folder: Path, source: Path | None, tp: int | None, reader: str | None
     return verdict
 
 
-def _check_claims(part: Part, target: str, stated: Json, asked: int | None) -> None:
+def _check_claims(part: Part, facts: Mapping[str, Json], asked: int | None) -> None:
     """tp as the manifest states it and as the caller means to serve; whole targets have none."""
+    target, stated = facts["target"], facts.get("tp")
     check = part.check("the manifest says what this is", "claims")
     if target in ("rank-sliced", "slabs"):
-        check.expect(is_int(stated) and stated > 0, MANIFEST, "tp", expected="a positive integer", found=stated)
+        check.expect(isinstance(stated, int) and is_int(stated) and stated > 0, MANIFEST, "tp", expected="a positive integer", found=stated)
     if asked is not None and (target != "r7" or stated is not None):
         check.expect(stated == asked, MANIFEST, "tp of this output", expected=asked, found=stated)
-
-
-def _marks(facts: Mapping[str, Json]) -> dict[str, Json]:
-    marks = facts.get("nonfinite")
-    return {str(mark["tensor"]): mark for mark in marks if isinstance(mark, dict) and "tensor" in mark} if isinstance(marks, list) else {}
+    if target == "rank-sliced":
+        check.expect(facts.get("reader") in READERS, MANIFEST, "reader", expected=" or ".join(READERS), found=facts.get("reader"))
+    check.expect(facts.get("partial") is None, MANIFEST, "layers", expected="all of them", found=facts.get("partial"))
 
 
 def _compare(source_folder: Path, output: Evidence, manifest: Manifest, part: Part, *, threads: int, progress: Progress) -> None:
@@ -119,15 +118,38 @@ def _compare(source_folder: Path, output: Evidence, manifest: Manifest, part: Pa
     headers = part.check("the source's headers are sound", "files")
     source = gather(source_folder, _source_shards(source_folder), headers)
     facts = manifest.facts
-    dropped = set(facts.get("dropped") or ())
-    changed = set(facts.get("reencoded") or ())
-    total = sum(entry.nbytes for entry in source.tensors.values())
-    progress.start(total, "bytes")
+    last_layer = _last_layer(output.folder) if facts.get("drop_mtp") is True else None
+    dropped = {name for name in source.tensors if last_layer is not None and is_mtp(name, last_layer + 1)}
+    progress.start(sum(entry.nbytes for entry in source.tensors.values()), "bytes")
     done = Compared(part)
     with ThreadPoolExecutor(threads) as pool:
-        for compared in pool.map(lambda task: task(), _tasks(source, output, dropped, changed)):
+        for compared in pool.map(lambda task: task(), _tasks(source, output, dropped)):
             done.absorb(compared)
             progress.advance(sum(nbytes for _, nbytes in compared.tallies.values()))
+    _check_accounting(source, output, done, dropped, facts.get("accounting"), part)
+
+    compare_config(source_folder, output.folder, part, nominal=_mean_k(output), last_layer=last_layer)
+    compare_metadata(source, output, part)
+    target = str(facts.get("target"))
+    nbytes = compare_files(source, output.folder, part, target=target, listed=manifest.files, generated=_generated(output))
+    for name, (count, size) in sorted(done.tallies.items()):
+        part.scope.append(f"{name}{', left to numbers' if name in REENCODED else ''}: {count:,} tensors, {size:,} bytes")
+    part.scope.append(f"JSON: config.json, index metadata; other files: {nbytes:,} bytes")
+    if dropped:
+        part.scope.append(f"dropped by request: {len(dropped):,} tensors")
+
+
+def _tasks(source: Evidence, output: Evidence, dropped: set[str]) -> Iterator[Callable[[], Compared]]:
+    for layer in sorted({*source.expert_tensors, *output.expert_tensors}):
+        if not all(entry.name in dropped for entry in source.expert_tensors.get(layer, ())) or layer in output.expert_tensors:
+            yield partial(compare_layer, source, output, layer)
+    carried = [entry for entry in source.carried if entry.name not in dropped]
+    for at in range(0, len(carried), _TASK_TENSORS):
+        yield partial(compare_carried, source, output, carried[at : at + _TASK_TENSORS])
+
+
+def _check_accounting(source: Evidence, output: Evidence, done: Compared, dropped: set[str], stated: Json, part: Part) -> None:
+    """Every tensor of either folder has its counterpart, and the manifest's sums are those found here."""
     account = part.check("every tensor accounted for, in source and output")
     account.saw(len(source.tensors) + len(output.tensors))
     for name in source.tensors.keys() - done.source_used - dropped:
@@ -136,26 +158,15 @@ def _compare(source_folder: Path, output: Evidence, manifest: Manifest, part: Pa
         account.fail(f"{output.tensors[name].file}: {name}", "tensor", expected="from the source", found="no tensor it comes from")
     for name in dropped & done.source_used:
         account.fail(name, "dropped by request, says the manifest", expected="not in the output", found="there")
-
-    nominal, last_layer = _mean_k(output), _last_layer(output.folder) if dropped else None
-    compare_config(source_folder, output.folder, part, nominal=nominal, last_layer=last_layer)
-    compare_metadata(source, output, part)
-    target = str(facts.get("target"))
-    nbytes = compare_files(source, output.folder, part, target=target, listed=manifest.files, generated=_generated(output))
-    for name, (count, size) in sorted(done.tallies.items()):
-        part.scope.append(f"{name}: {count:,} tensors, {size:,} bytes")
-    part.scope.append(f"JSON: config.json; files: {nbytes:,} bytes")
-    if dropped:
-        part.scope.append(f"dropped by request: {len(dropped):,} tensors")
-
-
-def _tasks(source: Evidence, output: Evidence, dropped: set[str], changed: set[str]) -> Iterator[Callable[[], Compared]]:
-    for layer in sorted({*source.expert_tensors, *output.expert_tensors}):
-        if not all(entry.name in dropped for entry in source.expert_tensors.get(layer, ())):
-            yield partial(compare_layer, source, output, layer, changed)
-    carried = [entry for entry in source.carried if entry.name not in dropped]
-    for at in range(0, len(carried), _TASK_TENSORS):
-        yield partial(compare_carried, source, output, carried[at : at + _TASK_TENSORS])
+    sums = part.check("the manifest's accounting is true", "values")
+    kinds = stated if isinstance(stated, dict) else {}
+    total = {key: sum(kind.get(key, 0) for kind in kinds.values() if isinstance(kind, dict)) for key in ("tensors", "bytes")}
+    true = {"tensors": len(source.tensors), "bytes": sum(entry.nbytes for entry in source.tensors.values())}
+    sums.same_json(f"{MANIFEST}: accounting, summed", expected=true, found=total)
+    counts = {**{kind: done.tallies.get(kind, (0, 0)) for kind in REENCODED}, "dropped": (len(dropped), None)}
+    for kind, (count, _) in counts.items():
+        found = kinds[kind].get("tensors") if isinstance(kinds.get(kind), dict) else 0
+        sums.same(f"{MANIFEST}: accounting", f"{kind} tensors", expected=count, found=found)
 
 
 def _source_shards(folder: Path) -> list[str]:

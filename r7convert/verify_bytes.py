@@ -11,10 +11,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from r7convert.evidence import HIDDEN_FIELD, Array, Evidence, LayerExperts, Payloads
+from r7convert.evidence import HIDDEN_FIELD, Array, Evidence, Payloads
 from r7convert.findings import Check, Part
 from r7convert.format import FIELDS, PROJECTIONS, TensorEntry
 
+REENCODED = ("lifted", "lowered", "encoded")
+"""Classes whose payload is new: every one of them must be accounted for in the manifest."""
 CLASSES = {"trellis": "trellis", "suh": "vectors", "svh": "vectors", "mcg": "markers"}
 
 
@@ -40,8 +42,8 @@ class Compared:
         self.output_used |= other.output_used
 
 
-def compare_layer(source: Evidence, output: Evidence, layer: int, changed: Collection[str]) -> Compared:
-    """The routed experts of one layer. `changed` are modules ("P") whose payload was encoded anew: numbers judges those.
+def compare_layer(source: Evidence, output: Evidence, layer: int) -> Compared:
+    """The routed experts of one layer. A trellis of another K was encoded anew: counted here, judged by numbers.
 
     Source:  FORMAT.md sections 2 and 4.
     """
@@ -49,7 +51,7 @@ def compare_layer(source: Evidence, output: Evidence, layer: int, changed: Colle
     theirs, ours = source.layer(layer), output.layer(layer)
     check = done.part.check("routed experts: ranks joined equal the source, bit by bit")
     seen: set[tuple[str, ...]] = set()
-    with Payloads(source.folder) as old, Payloads(output.folder) as new:
+    with check.collecting(0), Payloads(source.folder) as old, Payloads(output.folder) as new:
         for expert in sorted({*theirs.experts, *ours.experts}):
             for proj in PROJECTIONS:
                 for name in FIELDS:
@@ -66,8 +68,8 @@ def compare_layer(source: Evidence, output: Evidence, layer: int, changed: Colle
                     new_source = [entry for entry in before if entry.name not in done.source_used]
                     done.source_used |= {entry.name for entry in before}
                     done.output_used |= {entry.name for entry in after}
-                    if name == "trellis" and _module(ours, expert, proj) in changed:
-                        done.tally("trellis encoded anew, left to numbers", new_source)
+                    if name == "trellis" and (ks := (theirs.bits(expert, proj), ours.bits(expert, proj)))[0] != ks[1]:
+                        done.tally("lifted" if min(ks[0]) < min(ks[1]) else "lowered", new_source)
                         continue
                     done.tally(CLASSES[name], new_source)
                     whole = name == "mcg" or name == HIDDEN_FIELD[proj]
@@ -80,10 +82,15 @@ def compare_carried(source: Evidence, output: Evidence, entries: Collection[Tens
     """Carried tensors of the source, each against the output's of the same name, in chunks."""
     done = Compared()
     check = done.part.check("carried tensors: equal the source, bit by bit")
-    with Payloads(source.folder) as old, Payloads(output.folder) as new:
+    with check.collecting(0), Payloads(source.folder) as old, Payloads(output.folder) as new:
         for before in entries:
             after = output.tensors.get(before.name)
             where = f"{after.file if after else before.file}: {before.name}"
+            if after is None and (made := _encoded(before, output)):
+                done.source_used.add(before.name)
+                done.output_used |= made
+                done.tally("encoded", [before])
+                continue
             if after is None:
                 check.expect(False, where, "carried tensor", expected="in the output", found="none")
                 continue
@@ -103,9 +110,13 @@ def compare_carried(source: Evidence, output: Evidence, entries: Collection[Tens
     return done
 
 
-def _module(layer: LayerExperts, expert: int, proj: str) -> str:
-    root = next(iter(layer.roots), "model.layers")
-    return f"{root}.{layer.layer}.mlp.experts.{expert}.{proj}"
+def _encoded(weight: TensorEntry, output: Evidence) -> set[str]:
+    """The EXL3 tensors that stand where a weight [out, in] was, of the shapes its sides ask for; numbers judges their values."""
+    module, _, last = weight.name.rpartition(".")
+    trellis = output.tensors.get(f"{module}.trellis")
+    if last != "weight" or trellis is None or trellis.shape[:2] != tuple(n // 16 for n in reversed(weight.shape)):
+        return set()
+    return {f"{module}.{field}" for field in FIELDS} & output.tensors.keys()
 
 
 @dataclass(slots=True)
