@@ -8,23 +8,15 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from r7convert.cli_options import AsJson, Quiet, Source, SourceOrRepo, Target, Verbose, local_folder, open_checkpoint
 from r7convert.errors import FormatError, UsageError, complain
 from r7convert.terminal import Terminal, format_table, in_bytes, wrap
 
 if TYPE_CHECKING:
-    from r7convert.checkpoint import Checkpoint
     from r7convert.inspect import Inspection
     from r7convert.restamp import Restamped
 
-AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress, no talk.")]
-Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="More of both.")]
-Target = Literal["r7", "rank-sliced", "slabs", "exl3"]
-SourceOrRepo = Annotated[
-    str, typer.Argument(metavar="SRC", help="A checkpoint folder, or org/name[@revision] on the Hub.", show_default=False)
-]
 MANY_LAYERS = 12
-Source = Annotated[str, typer.Argument(metavar="SRC", help="A checkpoint folder.", show_default=False)]
 
 
 def sample(
@@ -82,7 +74,7 @@ def inspect(
     """Say what a checkpoint holds and what each target would make of it. Reads headers, no payload."""
     from r7convert.inspect import inspect as inspect_checkpoint
 
-    found = inspect_checkpoint(_checkpoint(source))
+    found = inspect_checkpoint(open_checkpoint(source))
     Terminal(as_json=as_json, quiet=quiet, verbose=verbose).result(found.to_json(), _inspect_lines(found, verbose))
 
 
@@ -155,7 +147,7 @@ def stamp(
     terminal = Terminal(as_json=as_json, quiet=quiet, verbose=verbose)
     if sum((output is not None, in_place, check)) != 1:
         raise UsageError(complain("stamp", "where to", expected="one of --output DIR, --in-place, --check", found="none or several"))
-    report = restamp(_folder(source), output=output, in_place=in_place, target=target, progress=terminal.progress())
+    report = restamp(local_folder(source), output=output, in_place=in_place, target=target, progress=terminal.progress())
     terminal.result(report.to_json(), _stamp_lines(report, verbose))
     if check and report.due:
         raise FormatError(complain(source, "stamp", expected="a corrected one", found="a repair is due", do="Use --in-place or --output."))
@@ -199,29 +191,6 @@ def _rows(name: str, value: Any) -> Iterator[tuple[str, str]]:
         yield name.removesuffix("_bytes").replace("_", " "), in_bytes(value)
     else:
         yield name, "none" if value is None else str(value)
-
-
-def _folder(source: str) -> Path:
-    """SRC where only a folder of this machine will do."""
-    from r7convert.address import parse_address
-
-    found = parse_address(source)
-    if not isinstance(found, Path):
-        raise UsageError(complain(source, "a repository of the Hub", expected="a folder", do=f"First: r7convert download {found}."))
-    return found
-
-
-def _checkpoint(source: str) -> Checkpoint:
-    """SRC, a folder or a repository; of the latter headers and JSON are read by range requests."""
-    from r7convert.address import parse_address
-    from r7convert.checkpoint import build_checkpoint, read_checkpoint
-
-    found = parse_address(source)
-    if isinstance(found, Path):
-        return read_checkpoint(found)
-    from r7convert.remote import RemoteSource
-
-    return build_checkpoint(RemoteSource(found))
 
 
 def _span(layers: range) -> str:

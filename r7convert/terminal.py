@@ -39,7 +39,7 @@ class Terminal:
             return Progress()
         if sys.stderr.isatty():
             return Bar(sys.stderr)
-        return Lines(sys.stderr, every_note=self.verbose)
+        return Lines(sys.stderr)
 
     def say(self, line: str) -> None:
         if not self.quiet:
@@ -95,11 +95,10 @@ class Bar(Progress):
 
 
 class Lines(Progress):
-    """Whole lines for logs: one every 30 s, and with `every_note` one for each new thing at hand."""
+    """Whole lines for logs, one every 30 s."""
 
-    def __init__(self, stream: TextIO, *, every_note: bool = False) -> None:
+    def __init__(self, stream: TextIO) -> None:
         self._stream = stream
-        self._every_note = every_note
         self._lock = threading.Lock()
         self._total = self._done = 0
         self._label = self._note = ""
@@ -114,9 +113,8 @@ class Lines(Progress):
         with self._lock:
             self._done += nbytes
             now = time.monotonic()
-            is_new = bool(note) and note != self._note
             self._note = note or self._note
-            if now - self._told >= LINE_EVERY_S or (self._every_note and is_new):
+            if now - self._told >= LINE_EVERY_S:
                 self._told = now
                 self._print(self._line(now - self._began))
 

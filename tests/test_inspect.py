@@ -12,7 +12,7 @@ from r7convert.restamp import restamp
 from r7convert.sample import write_sample
 from r7convert.source import Folder
 from r7convert.store import read_json, write_json
-from tests.test_cli import run
+from tests.test_cli import invoke
 
 
 class HeadersOnly(Folder):
@@ -115,12 +115,12 @@ def test_a_repaired_stamp_is_right_and_a_hopeless_one_says_so(tmp_path: Path) ->
 
 def test_the_page_and_its_json(tmp_path: Path) -> None:
     write_sample(tmp_path / "s")
-    found = json.loads(run("inspect", tmp_path / "s", "--json").stdout)
+    found = json.loads(invoke("inspect", tmp_path / "s", "--json")[0])
     assert found["geometry"]["legal_tp"] == [1, 2, 4]
     assert found["stamp"]["due"] is True
     assert [row["layer"] for row in found["census"]] == [3, 4, 5]
     assert {row["target"] for row in found["targets"]} >= {"r7", "rank-sliced", "slabs", "exl3"}
-    page = run("inspect", tmp_path / "s").stdout
+    page = invoke("inspect", tmp_path / "s")[0]
     words = ("stamp: repair due", "hf_quant_config.json: absent", "K3:1 K4:3", "MTP: layer 5", "rank-sliced --mixed-k lift", "with loss")
     assert all(word in page for word in words)
     assert max(len(line) for line in page.splitlines() if str(tmp_path) not in line) <= 80
@@ -128,6 +128,6 @@ def test_the_page_and_its_json(tmp_path: Path) -> None:
 
 def test_many_layers_are_grouped_unless_all_are_asked_for(tmp_path: Path) -> None:
     write_sample(tmp_path / "s", hidden=128, intermediate=128, layers=17, mode="uniform", experts=2)
-    short, long = (run("inspect", tmp_path / "s", *words).stdout.splitlines() for words in ([], ["-v"]))
+    short, long = (invoke("inspect", tmp_path / "s", *words)[0].splitlines() for words in ([], ["-v"]))
     assert any(line.startswith("3-16 ") for line in short)
     assert [line.split()[0] for line in long if line[:1].isdigit() and "layers" not in line] == [str(layer) for layer in range(3, 18)]

@@ -59,15 +59,6 @@ def test_a_short_job_and_an_empty_one_print_nothing_on_a_pipe() -> None:
     assert out.getvalue() == "left out: .cache\n"
 
 
-def test_verbose_lines_tell_each_layer() -> None:
-    out = io.StringIO()
-    lines = Lines(out, every_note=True)
-    lines.start(100, "repack")
-    for note in ("layer 3", "layer 3", "layer 4"):
-        lines.advance(10, note)
-    assert [line.rsplit(", ", 1)[1] for line in out.getvalue().splitlines()] == ["layer 3", "layer 4"]
-
-
 def test_bar_draws_bytes_and_layer_and_counts_over_threads() -> None:
     out = Tty()
     bar = Bar(out)

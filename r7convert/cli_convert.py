@@ -1,0 +1,129 @@
+"""Commands that convert a folder and judge the outcome. Each one imports its stage when it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from r7convert.cli_options import AsJson, DryRun, Quiet, Reader, Source, Target, Verbose, local_folder, parse_layers
+from r7convert.terminal import Terminal, format_table, in_bytes, wrap
+
+if TYPE_CHECKING:
+    from r7convert.repack import Repacked
+    from r7convert.verdict import Verdict
+
+
+def repack(
+    source: Source,
+    output: Annotated[Path, typer.Argument(metavar="OUT", help="A new folder, or one of an unfinished run.", show_default=False)],
+    target: Annotated[Target, typer.Option(help="Who is to read it.", show_default=False)],
+    tp: Annotated[int | None, typer.Option(help="Ranks of the server, for the sliced targets.", show_default=False)] = None,
+    reader: Annotated[Reader, typer.Option(help="Oldest stock release that must load it.")] = "r28",
+    rotation_layout: Annotated[
+        Literal["shared_h_v1", "per_expert_v1"] | None,
+        typer.Option(help="Where hidden-side vectors stand. By default the smallest that reader and vectors allow."),
+    ] = None,
+    mixed_k: Annotated[
+        Literal["refuse", "lift", "fit"], typer.Option(help="What to do with experts that mix K, for target rank-sliced.")
+    ] = "refuse",
+    layers: Annotated[str | None, typer.Option(metavar="A-B", help="Only these layers' experts: a part, nothing loads it alone.")] = None,
+    threads: Annotated[int | None, typer.Option(help="Files written at a time.")] = None,
+    link: Annotated[bool, typer.Option("--link", help="Hard-link shards that do not change.")] = False,
+    dry_run: DryRun = False,
+    restart: Annotated[bool, typer.Option("--restart", help="Discard what an earlier run left in OUT.")] = False,
+    drop_mtp: Annotated[bool, typer.Option("--drop-mtp", help="Leave the multi-token-prediction layers out.")] = False,
+    allow_nonfinite: Annotated[
+        bool, typer.Option("--allow-nonfinite", help="Copy NaN and Inf in vectors, and mark them in the manifest.")
+    ] = False,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
+) -> None:
+    """Convert a checkpoint for another reader. Repeat the command to finish a run that was cut short."""
+    from r7convert.repack import repack as convert
+
+    terminal = Terminal(as_json=as_json, quiet=quiet, verbose=verbose)
+    done = convert(
+        local_folder(source),
+        output,
+        target=target,
+        tp=tp,
+        reader=reader,
+        rotation_layout=rotation_layout,
+        mixed_k=mixed_k,
+        layers=parse_layers(layers),
+        threads=threads,
+        link=link,
+        dry_run=dry_run,
+        restart=restart,
+        drop_mtp=drop_mtp,
+        allow_nonfinite=allow_nonfinite,
+        progress=terminal.progress(),
+    )
+    terminal.result(done.to_json(), _repack_lines(done, verbose))
+
+
+def _repack_lines(done: Repacked, verbose: bool) -> Iterator[str]:
+    plan = done.plan
+    choices = (f"tp {plan.tp}", f"reader {plan.reader}", f"rotation layout {plan.rotation_layout}")
+    chosen = [f"target {plan.target}", *(choice for choice in choices if not choice.endswith(" None"))]
+    yield f"{done.output}: {', '.join(chosen)}"
+    if verbose:
+        yield from (f"  {change}" for change in plan.changes)
+    rows = [(kind, f"{count:,}", in_bytes(nbytes)) for kind, (count, nbytes) in plan.accounting.items()]
+    total = [sum(column) for column in zip(*plan.accounting.values(), strict=True)]
+    yield from format_table(("of the source", "tensors", "bytes"), [*rows, ("all", f"{total[0]:,}", in_bytes(total[1]))])
+    for note in plan.notes:
+        yield from wrap(f"note: {note}")
+    for name in plan.left_out:
+        yield f"left out: {name}"
+    if done.findings.zeros:
+        yield f"note: exact zeros in {len(done.findings.zeros):,} vectors, as in the source"
+    if done.findings.nonfinite:
+        yield f"note: non-finite values in {len(done.findings.nonfinite):,} vectors, marked in the manifest"
+    if done.dry_run:
+        yield f"would write {in_bytes(plan.payload_bytes)} of payload; nothing was touched"
+        return
+    written = sum(record.size for record in done.files.values())
+    resumed = f", {done.resumed} of them by an earlier run" if done.resumed else ""
+    yield f"{len(done.files)} files, {in_bytes(written)}, sealed by MANIFEST.json{resumed}"
+
+
+def verify(
+    folder: Annotated[Path, typer.Argument(metavar="OUT", help="A folder that r7convert wrote.", show_default=False)],
+    source: Annotated[Path | None, typer.Option(metavar="SRC", help="The checkpoint it was made from, to compare every tensor.")] = None,
+    tp: Annotated[int | None, typer.Option(help="Ranks of the server that will load it.", show_default=False)] = None,
+    reader: Annotated[Reader | None, typer.Option(help="Stock release that will load it.")] = None,
+    threads: Annotated[int | None, typer.Option(help="Files read at a time.")] = None,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
+) -> None:
+    """Judge a converted folder: seal, the reader's contract, and bytes against the source. Writes VERDICT.json, which push asks for."""
+    from r7convert.verify import verify as judge
+
+    terminal = Terminal(as_json=as_json, quiet=quiet, verbose=verbose)
+    verdict = judge(folder, source=source, tp=tp, reader=reader, threads=threads, progress=terminal.progress())
+    terminal.result(verdict.to_json(), _verify_lines(folder, verdict, verbose))
+    verdict.check()
+
+
+def _verify_lines(folder: Path, verdict: Verdict, verbose: bool) -> Iterator[str]:
+    rows: list[tuple[str, str, str, str]] = []
+    for part in verdict.parts:
+        said = part.why_skipped or "; ".join(part.scope) or f"{len(part.checks)} checks"
+        rows.append((part.name, part.state, f"{part.failures:,}" if not part.why_skipped else "", said))
+        if verbose and not part.why_skipped:
+            rows += [("", "", f"{check.failures:,}", f"{check.name}: {check.looked_at:,} {check.unit}") for check in part.checks.values()]
+    yield from format_table(("part", "state", "failures", "what it looked at"), rows)
+    for part in verdict.parts:
+        for check in part.checks.values():
+            for note in check.notes:
+                yield from wrap(f"note: {note}")
+    yield f"{folder}: {'ok' if verdict.ok else 'NOT ok'} for target {verdict.target or 'unknown'}"
+
+
+COMMANDS: tuple[Callable[..., None], ...] = (repack, verify)
