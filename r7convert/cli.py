@@ -8,7 +8,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from r7convert import __version__, cli_convert, cli_local
+from r7convert import __version__, cli_convert, cli_hub, cli_local
 from r7convert.errors import EXIT_INTERRUPTED
 from r7convert.terminal import report_error
 
@@ -34,7 +34,7 @@ def options(
     """Turn an R7 EXL3 checkpoint into one that stock servers load: once, offline, with proof."""
 
 
-for command in (*cli_local.COMMANDS, *cli_convert.COMMANDS):
+for command in (*cli_local.COMMANDS, *cli_convert.COMMANDS, *cli_hub.COMMANDS):
     app.command()(command)
 
 

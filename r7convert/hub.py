@@ -11,6 +11,7 @@ import contextlib
 import errno
 import hashlib
 import json
+import logging
 import os
 import re
 import socket
@@ -27,8 +28,12 @@ from r7convert.errors import FormatError, InputError, NetworkError, R7Error, Res
 
 T = TypeVar("T")
 
+logger = logging.getLogger(__name__)
+
 LIBRARY: dict[str, Any] = {"library_name": "r7convert", "library_version": __version__}
 RETRIES = 5
+RETRIES_TO_CONNECT = 2
+SILENT_WAIT_S = 3.0
 LONGEST_WAIT_S = 300.0
 TRANSIENT = frozenset({408, 429, 500, 502, 503, 504})
 READ_TIMEOUT_S = 30.0
@@ -158,31 +163,30 @@ def patiently(call: Callable[[], T], *, retries: int = RETRIES) -> T:
     For calls that the client makes only once and that are safe to repeat.
     """
     from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
-
-    transport_error, wait_s = _transport_error(), 1.0
-    for left in range(retries, -1, -1):
-        try:
-            return call()
-        except HfHubHTTPError as error:
-            if error.response.status_code not in TRANSIENT or not left:
-                raise
-            wait_s = _retry_after(error.response.headers) or wait_s
-        except OfflineModeIsEnabled:
-            raise
-        except (transport_error, json.JSONDecodeError):
-            # A gateway's HTML in place of JSON is a 5xx in disguise.
-            if not left:
-                raise
-        time.sleep(min(wait_s, LONGEST_WAIT_S))
-        wait_s = min(wait_s * 2, 8.0)
-    raise AssertionError("unreachable")
-
-
-def _transport_error() -> type[Exception]:
     from huggingface_hub.utils import httpx  # the client's own HTTP library, whichever it is
 
-    error: type[Exception] = httpx.TransportError
-    return error
+    wait_s, tried = 1.0, 0
+    while True:
+        tried += 1
+        try:
+            return call()
+        except OfflineModeIsEnabled:
+            raise
+        except HfHubHTTPError as error:
+            if error.response.status_code not in TRANSIENT or tried > retries:
+                raise
+            why = f"status {error.response.status_code}"
+            wait_s = _retry_after(error.response.headers) or wait_s
+        except (httpx.TransportError, json.JSONDecodeError) as error:
+            # A gateway's HTML in place of JSON is a 5xx in disguise; a port that nobody listens on seldom comes back soon.
+            if tried > (min(retries, RETRIES_TO_CONNECT) if isinstance(error, httpx.ConnectError) else retries):
+                raise
+            why = type(error).__name__
+        pause_s = min(wait_s, LONGEST_WAIT_S)
+        if pause_s > SILENT_WAIT_S:
+            logger.warning("the Hub answers %s; waiting %.0f s, try %d of %d", why, pause_s, tried, retries)
+        time.sleep(pause_s)
+        wait_s = min(wait_s * 2, 8.0)
 
 
 def _retry_after(headers: Any) -> float | None:
@@ -197,6 +201,7 @@ def speaking(where: object) -> Iterator[None]:
     Raises:  NetworkError, or ResourceError where this machine's disk is at fault.
     """
     from huggingface_hub import errors
+    from huggingface_hub.utils import httpx
 
     try:
         yield
@@ -221,7 +226,7 @@ def speaking(where: object) -> Iterator[None]:
         raise NetworkError(
             complain(where, "the Hub refused", expected="success", found=f"status {status} {said}".rstrip(), do=do)
         ) from None
-    except (_transport_error(), TimeoutError, ConnectionError, json.JSONDecodeError) as error:
+    except (httpx.TransportError, TimeoutError, ConnectionError, json.JSONDecodeError) as error:
         raise NetworkError(complain(where, "connection lost", expected="an answer", found=_cause(error), do="Run again.")) from None
     except OSError as error:
         if error.errno is None:  # the client's word for a body that ends early
@@ -251,14 +256,27 @@ def redact(text: str) -> str:
     return re.sub(rf"\b{re.escape(host)}\b", "host", text) if host and host != "localhost" else text
 
 
-def quiet_client() -> None:
-    """Silence the client's own talk (its warnings print signed URLs) unless its variables ask for it."""
-    from huggingface_hub.utils import disable_progress_bars, logging
+def tame_client(*, quiet: bool) -> None:
+    """Our progress in place of the client's bars; its warnings redacted, for they print signed URLs, and none with `quiet`.
+    Its own variables go first.
+    """
+    from huggingface_hub.utils import disable_progress_bars
+    from huggingface_hub.utils import logging as client_logging
 
-    if not os.environ.get("HF_HUB_VERBOSITY") and not os.environ.get("HF_DEBUG"):
-        logging.set_verbosity(logging.ERROR)
     if os.environ.get("HF_HUB_DISABLE_PROGRESS_BARS") is None:
         disable_progress_bars()
+    if os.environ.get("HF_DEBUG"):
+        return
+    for handler in client_logging.get_logger().handlers:
+        handler.addFilter(_redact_record)
+    if quiet and not os.environ.get("HF_HUB_VERBOSITY"):
+        client_logging.set_verbosity(logging.ERROR)
+        logger.setLevel(logging.ERROR)
+
+
+def _redact_record(record: logging.LogRecord) -> bool:
+    record.msg, record.args = redact(record.getMessage()).replace("\n", " "), ()
+    return True
 
 
 class Stop(Exception):

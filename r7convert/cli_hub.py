@@ -1,0 +1,166 @@
+"""Commands that speak to the Hub. Each one imports its stage when it runs."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from r7convert.cli_options import AsJson, DryRun, Quiet, Target, Verbose, parse_layers
+from r7convert.errors import UsageError, complain
+from r7convert.progress import Progress
+from r7convert.terminal import Terminal, in_bytes
+
+if TYPE_CHECKING:
+    from r7convert.address import Repo
+    from r7convert.download import Downloaded
+    from r7convert.fix_hub import FixedHub
+    from r7convert.push import Pushed
+
+RepoArgument = Annotated[str, typer.Argument(metavar="REPO[@REV]", help="A model repository: org/name, hf://org/name.", show_default=False)]
+
+
+def download(
+    repo: RepoArgument,
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Where the files go.", show_default=False)],
+    layers: Annotated[str | None, typer.Option(metavar="A-B", help="Only the shards of these layers, and those of no layer.")] = None,
+    allow: Annotated[list[str] | None, typer.Option(metavar="GLOB", help="Only files of these names; may be repeated.")] = None,
+    ignore: Annotated[list[str] | None, typer.Option(metavar="GLOB", help="No files of these names; may be repeated.")] = None,
+    restart: Annotated[bool, typer.Option("--restart", help="Forget an unfinished download; fetch the newest commit.")] = False,
+    dry_run: DryRun = False,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
+) -> None:
+    """Fetch a checkpoint from the Hub. At one commit, every file checked, what a conversion needs and no more; repeat it to resume."""
+    from r7convert.download import download as fetch
+
+    terminal = _terminal(as_json, quiet, verbose)
+    span = parse_layers(layers)
+    result = fetch(
+        _repo(repo),
+        folder,
+        layers=range(span[0], span[1] + 1) if span else None,
+        allow=allow or (),
+        ignore=ignore or (),
+        restart=restart,
+        dry_run=dry_run,
+        progress=_progress(terminal),
+    )
+    terminal.result(result.to_json(), _download_lines(result, folder, verbose))
+
+
+def _download_lines(result: Downloaded, folder: Path, verbose: bool) -> Iterator[str]:
+    if verbose:
+        yield from (f"left out: {name}" for name in result.left_out)
+    size, fetched = in_bytes(result.total_bytes), in_bytes(result.fetched_bytes)
+    if result.dry_run:
+        yield f"{result.repo} at {result.commit}: {len(result.files)} files, {size}, of which {fetched} to fetch"
+        return
+    yield f"{folder}: {len(result.files)} files, {size}, from {result.repo} at {result.commit}; {fetched} fetched"
+
+
+def push(
+    folder: Annotated[Path, typer.Argument(metavar="OUT", help="A sealed and verified folder.", show_default=False)],
+    repo: RepoArgument,
+    private: Annotated[bool, typer.Option("--private", help="Make the repository private if it is to be made.")] = False,
+    revision: Annotated[str | None, typer.Option(metavar="BRANCH", help="The branch; made if it is not there.")] = None,
+    create_pr: Annotated[bool, typer.Option("--create-pr", help="Propose it as a pull request, a draft until it is whole.")] = False,
+    replace: Annotated[bool, typer.Option("--replace", help="Take another checkpoint down while this one goes up.")] = False,
+    tag: Annotated[str | None, typer.Option(help="Tag the last commit.")] = None,
+    dry_run: DryRun = False,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
+) -> None:
+    """Publish a converted checkpoint. Weights go first, config and index in the last commit; repeat it to resume."""
+    from r7convert.address import Repo
+    from r7convert.push import push as send
+
+    terminal = _terminal(as_json, quiet, verbose)
+    place = _repo(repo)
+    if revision is not None:
+        if place.revision is not None:
+            raise UsageError(complain(repo, "branch given twice", expected="one of @REV and --revision", found="both"))
+        place = Repo(place.id, revision)
+    result = send(
+        folder, place, private=private, create_pr=create_pr, replace=replace, tag=tag, dry_run=dry_run, progress=_progress(terminal)
+    )
+    terminal.result(result.to_json(), _push_lines(result, verbose))
+
+
+def _push_lines(result: Pushed, verbose: bool) -> Iterator[str]:
+    will = "would send" if result.dry_run else "sent"
+    if verbose:
+        yield from (f"{will}: {name}" for name in result.sent)
+    yield (
+        f"{result.repo}@{result.ref}: {will} {len(result.sent)} files, {in_bytes(result.sent_bytes)}, in {result.commits} commits; "
+        f"{result.already_there} were there"
+    )
+    if not result.dry_run:
+        yield result.url
+
+
+def fix_hub(
+    repo: RepoArgument,
+    create_pr: Annotated[bool, typer.Option("--create-pr", help="Propose the repair as a pull request.")] = False,
+    target: Annotated[Target | None, typer.Option(help="What the tensors are laid out for. By default their names say.")] = None,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
+) -> None:
+    """Repair the stamp of a published repository. Says what is due, and proposes it there if asked; no weight is touched."""
+    from r7convert.fix_hub import fix_hub as fix
+
+    terminal = _terminal(as_json, quiet, verbose)
+    result = fix(_repo(repo), create_pr=create_pr, target=target, progress=_progress(terminal))
+    terminal.result(result.to_json(), _fix_lines(result))
+
+
+def _fix_lines(result: FixedHub) -> Iterator[str]:
+    yield from (f"  {change}" for change in result.report.repaired.changes)
+    if not result.due:
+        yield f"{result.repo}: the stamp is right for target {result.report.target}, nothing to change"
+    elif result.url is None:
+        yield f"{result.repo}: {len(result.report.repaired.changes)} fields to change; --create-pr proposes it"
+    else:
+        yield result.url
+
+
+# ---- arguments --------------------------------------------------------------------------------------------------------
+
+
+def _repo(text: str) -> Repo:
+    from r7convert.address import parse_repo
+
+    return parse_repo(text)
+
+
+def _terminal(as_json: bool, quiet: bool, verbose: bool) -> Terminal:
+    from r7convert.hub import tame_client
+
+    tame_client(quiet=quiet)
+    return Terminal(as_json=as_json, quiet=quiet, verbose=verbose)
+
+
+def _progress(terminal: Terminal) -> Progress:
+    """Ours in place of the client's bars, and silent where the client's variable asks for silence."""
+    if os.environ.get("HF_HUB_DISABLE_PROGRESS_BARS", "").upper() in ("1", "ON", "YES", "TRUE"):
+        return _Talk(terminal)
+    return terminal.progress()
+
+
+class _Talk(Progress):
+    """No bars and no lines of progress, but what a stage has to say."""
+
+    def __init__(self, terminal: Terminal) -> None:
+        self._terminal = terminal
+
+    def say(self, line: str) -> None:
+        self._terminal.say(line)
+
+
+COMMANDS: tuple[Callable[..., None], ...] = (download, push, fix_hub)
