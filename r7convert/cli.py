@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import sys
+from collections.abc import Callable
 from typing import Annotated, NoReturn
 
 import typer
@@ -34,7 +35,15 @@ def options(
     """Turn an R7 EXL3 checkpoint into one that stock servers load: once, offline, with proof."""
 
 
-for command in (*cli_local.COMMANDS, *cli_convert.COMMANDS, *cli_hub.COMMANDS):
+# In the order in which one needs them; a command that is not here comes last.
+CHAIN = ("inspect", "download", "stamp", "repack", "encode_shared", "verify", "push", "convert", "fix_hub", "sample", "env")
+
+
+def _place(command: Callable[..., None]) -> int:
+    return CHAIN.index(command.__name__) if command.__name__ in CHAIN else len(CHAIN)
+
+
+for command in sorted((*cli_local.COMMANDS, *cli_convert.COMMANDS, *cli_hub.COMMANDS), key=_place):
     app.command()(command)
 
 

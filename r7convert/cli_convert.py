@@ -102,7 +102,7 @@ def verify(
     quiet: Quiet = False,
     verbose: Verbose = False,
 ) -> None:
-    """Judge a converted folder: seal, the reader's contract, and bytes against the source. Writes VERDICT.json, which push asks for."""
+    """Judge a converted folder. Its seal, its reader's contract, its bytes against the source. Writes VERDICT.json, which push asks for."""
     from r7convert.verify import verify as judge
 
     terminal = Terminal(as_json=as_json, quiet=quiet, verbose=verbose)

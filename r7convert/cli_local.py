@@ -156,7 +156,7 @@ def stamp(
 def _stamp_lines(report: Restamped, verbose: bool) -> Iterator[str]:
     for place in report.places:
         if place.problems or verbose:
-            yield f"{place.name}: {'; '.join(place.problems) or ('right' if place.present else 'absent, as it should be')}"
+            yield from wrap(f"{place.name}: {'; '.join(place.problems) or ('right' if place.present else 'absent, as it should be')}")
     for change in report.repaired.changes:
         yield f"  {change}"
     if not report.due:

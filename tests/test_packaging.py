@@ -1,0 +1,104 @@
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+import tarfile
+import tomllib
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from r7convert import __version__
+
+ROOT = Path(__file__).parents[1]
+NAME = f"r7convert-{__version__}"
+
+
+def tracked(folder: str) -> set[str]:
+    """Files of the checkout that git has or would take."""
+    listed = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard", folder], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    return {name for name in listed.stdout.splitlines() if (ROOT / name).is_file()}
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An sdist, and a wheel made from that sdist, without a download."""
+    out = tmp_path_factory.mktemp("dist")
+    subprocess.run(
+        [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(out), str(ROOT)], check=True, capture_output=True, timeout=120
+    )
+    return out
+
+
+def test_the_wheel_has_the_package_its_data_and_nothing_else(built: Path) -> None:
+    with zipfile.ZipFile(built / f"{NAME}-py3-none-any.whl") as wheel:
+        names = {name for name in wheel.namelist() if not name.startswith(f"{NAME}.dist-info/")}
+    data = {f"r7convert/_data/{name}" for folder in ("kernels", "recipes") for name in tracked(folder) if not name.endswith(".gitkeep")}
+    expected = tracked("r7convert") | data
+    assert len(expected) > 40
+    assert {name for name in names if not name.endswith(".gitkeep")} == expected
+
+
+def test_the_sdist_has_what_a_build_and_the_tests_need(built: Path) -> None:
+    with tarfile.open(built / f"{NAME}.tar.gz") as sdist:
+        names = {name.removeprefix(f"{NAME}/") for name in sdist.getnames()}
+    wanted = {name for folder in ("r7convert", "kernels", "recipes", "tests", "docs") for name in tracked(folder)}
+    assert wanted | {"pyproject.toml", "Makefile", "README.md", "CHANGELOG.md", "LICENSE", "PKG-INFO"} <= names
+    assert not [name for name in names if "__pycache__" in name or name.endswith(".pyc")]
+
+
+def test_an_installed_wheel_works_away_from_the_checkout(built: Path, tmp_path: Path) -> None:
+    """A fresh environment that borrows this one's dependencies through a .pth file, so that nothing is downloaded."""
+    venv.create(tmp_path / "venv", with_pip=False, symlinks=True)
+    python = tmp_path / "venv/bin/python"
+    site = Path(
+        subprocess.run(
+            [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"], capture_output=True, text=True
+        ).stdout.strip()
+    )
+    mine = next(Path(folder) for folder in sys.path if (Path(folder) / "typer").is_dir())
+    (site / "borrowed.pth").write_text(f"{mine}\n")
+    wheel = str(built / f"{NAME}-py3-none-any.whl")
+    subprocess.run(
+        [sys.executable, "-m", "pip", "--python", str(python), "install", "--no-deps", "--no-index", "-q", wheel], check=True, timeout=120
+    )
+    clean = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+
+    def run(*words: str) -> str:
+        done = subprocess.run([*words], capture_output=True, text=True, cwd=tmp_path, env=clean, timeout=60)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    command = str(tmp_path / "venv/bin/r7convert")
+    assert run(command, "--version") == f"r7convert {__version__}\n"
+    assert "Commands:" in run(command, "--help")
+    where = "import r7convert, r7convert.data as d; print(r7convert.__file__, d.data_dir('kernels') / 'trellis.cuh', d.data_dir('recipes'))"
+    found = [Path(word) for word in run(str(python), "-c", where).split()]
+    assert all(path.is_relative_to(site) for path in found)
+    assert found[1].is_file()
+    assert found[2].is_dir()
+    assert "14 files" in run(command, "sample", "made")
+
+
+def test_declared_dependencies_are_what_the_package_imports() -> None:
+    """Every third-party import of the package is a dependency or an extra, by the name it is installed under."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    declared = {line for lines in (project["dependencies"], *project["optional-dependencies"].values()) for line in lines}
+    names = {line.split(">")[0].split("=")[0].split("<")[0].split("[")[0].strip().lower().replace("-", "_") for line in declared}
+    provided = {"cuda": "cuda_core", "yaml": "pyyaml"}
+    imported = set()
+    for path in ROOT.glob("r7convert/*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                imported |= {alias.name.split(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and not node.level:
+                imported.add((node.module or "").split(".")[0])
+    outside = imported - set(sys.stdlib_module_names) - {"r7convert"}
+    assert {"torch", "typer", "numpy"} <= outside
+    assert {provided.get(name, name) for name in outside} <= names
