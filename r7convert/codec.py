@@ -74,7 +74,7 @@ CODEBOOK_RMS = 1.24371088
 ZERO_SCALE = 0.1  # what an all-zero row or column is divided by; its stored scale is 0
 
 # Standard deviation at which Gaussian weights meet the codebook best, and the factors around it that are tried.
-BEST_DEVIATION = {1: 1.24, 2: 1.21, 3: 1.17, 4: 1.12, 5: 1.07, 6: 0.98, 7: 0.90, 8: 0.84}
+BEST_DEVIATION = {1: 1.40, 2: 1.23, 3: 1.17, 4: 1.12, 5: 1.07, 6: 0.98, 7: 0.93, 8: 0.89}
 SCALE_TRIALS = (0.86, 0.91, 0.955, 1.0, 1.045, 1.09, 1.14)
 MAX_SAMPLE_TILES = 64
 

@@ -240,7 +240,9 @@ def check_search(tiles: Tensor, bits: int) -> None:
 
 def squared_error(tiles: Tensor, states: Tensor) -> Tensor:
     """Squared distance of each tile from the values of its states: [n, 256], [n, 256] -> [n] float64."""
-    return tree_sum((tiles.double() - codebook(tiles.device)[states].double()).square(), dim=1)
+    values = codebook(tiles.device)
+    parts = zip(torch.split(tiles, 4096), torch.split(states, 4096), strict=True)  # bounds the float64 copies
+    return torch.cat([tree_sum((x.double() - values[state].double()).square(), dim=1) for x, state in parts])
 
 
 def tree_sum(x: Tensor, dim: int) -> Tensor:
