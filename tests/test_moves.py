@@ -1,0 +1,56 @@
+"""Joining and cutting: whatever the ranks before and after, the whole matrix is the same."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from r7convert.copying import cut, runs
+from r7convert.format import TensorEntry
+from r7convert.moves import Move
+
+
+def move(axis: str, rows: int) -> Move:
+    return Move(0, "gate_proj", "trellis", (), axis, rows)  # type: ignore[arg-type]
+
+
+@given(st.integers(1, 6), st.integers(1, 4), st.integers(1, 6), st.integers(1, 5))
+def test_columns(rows: int, tiles: int, pieces: int, words: int) -> None:
+    whole = np.arange(rows * pieces * tiles * words, dtype=np.int16).reshape(rows, pieces * tiles, words)
+    made = list(cut(whole.view(np.uint8).reshape(-1), move("cols", rows), pieces))
+    back = np.concatenate([piece.reshape(-1).view(np.int16).reshape(rows, tiles, words) for piece in made], axis=1)
+    assert (back == whole).all()
+    assert all(piece.flags.c_contiguous for piece in made)
+
+
+@given(st.integers(1, 6), st.integers(1, 20))
+def test_rows(pieces: int, nbytes: int) -> None:
+    whole = np.arange(pieces * nbytes, dtype=np.uint8)
+    assert (np.concatenate(list(cut(whole, move("rows", 1), pieces))) == whole).all()
+    assert [piece.tolist() for piece in cut(whole, move("whole", 1), pieces)] == [whole.tolist()] * pieces
+
+
+@given(st.lists(st.tuples(st.integers(0, 50), st.integers(0, 3)), max_size=12), st.integers(1, 20))
+def test_runs_cover_every_tensor_once(tensors: list[tuple[int, int]], most_bytes: int) -> None:
+    """Sizes, and gaps before each tensor, as a shard has them that lost neighbours."""
+    entries, at = [], 100
+    for number, (nbytes, gap) in enumerate(tensors):
+        at += gap
+        entries.append(TensorEntry(str(number), "U8", (nbytes,), "f", at, nbytes))
+        at += nbytes
+    covered, whole = [], []
+    for offset, nbytes, inside in runs(entries, most_bytes):
+        assert 0 < nbytes <= most_bytes
+        covered += range(offset, offset + nbytes)
+        for entry in inside:
+            assert offset <= entry.offset <= entry.offset + entry.nbytes <= offset + nbytes
+        whole += inside
+    assert covered == [byte for entry in entries for byte in range(entry.offset, entry.offset + entry.nbytes)]
+    assert [e.name for e in whole if e.nbytes] == [e.name for e in entries if 0 < e.nbytes <= most_bytes]
+
+
+@pytest.mark.parametrize("pieces", [1, 2, 4])
+def test_pieces_are_equal(pieces: int) -> None:
+    assert {piece.nbytes for piece in cut(np.zeros(64, np.uint8), move("cols", 2), pieces)} == {64 // pieces}
