@@ -118,6 +118,8 @@ def plan_repack(
     if layers is not None:
         experts = {layer: found for layer, found in experts.items() if layers[0] <= layer <= layers[1]}
     moved = [found for found in experts.values() if is_moved(found, target, tp)]
+    if not experts and layers is None:
+        raise UnsupportedError(complain(checkpoint.where, "routed experts in EXL3", expected="some", found="none but MTP layers"))
     if layers is not None and not moved:
         raise UsageError(complain("--layers", "layers that the target re-lays", expected="at least one", found=f"{layers[0]}-{layers[1]}"))
 
