@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from r7convert import __version__, policy
-from r7convert.checkpoint import CONFIG, INDEX, QUANT_CONFIG, read_checkpoint
+from r7convert.card import CARD
+from r7convert.checkpoint import CONFIG, INDEX, QUANT_CONFIG, Checkpoint, read_checkpoint
 from r7convert.copying import Findings, Recoder, Stopped, Work, copy_file, write_layer, write_shard
 from r7convert.errors import ResourceError, UnsupportedError, UsageError, complain
 from r7convert.journal import MANIFEST, VERDICT, Journal, Manifest, forget_journals, locked, read_journal, read_manifest, write_manifest
@@ -96,16 +97,14 @@ def repack(
     """
     check_disjoint(source, output)
     checkpoint = read_checkpoint(source)
-    choices: dict[str, Choose] = {"refuse": policy.refuse, "lift": policy.lift, "fit": partial(policy.fit, budget_bytes=budget_bytes)}
-    if mixed_k not in choices:
-        raise UsageError(complain("--mixed-k", "policy", expected=f"one of {', '.join(choices)}", found=mixed_k))
-    plan = plan_repack(
+    plan = choose_plan(
         checkpoint,
         target=target,
         tp=tp,
         reader=reader,
         rotation_layout=rotation_layout,
-        choose=choices[mixed_k],
+        mixed_k=mixed_k,
+        budget_bytes=budget_bytes,
         layers=layers,
         drop_mtp=drop_mtp,
     )
@@ -123,6 +122,17 @@ def repack(
         recoder=recoder,
         progress=progress,
     )
+
+
+def choose_plan(checkpoint: Checkpoint, *, mixed_k: str = "refuse", budget_bytes: int | None = None, **choices: Any) -> Plan:
+    """The plan of `plan_repack` with a K policy by its name; the checkpoint may be on the Hub.
+
+    Raises:  as `plan_repack`.
+    """
+    policies: dict[str, Choose] = {"refuse": policy.refuse, "lift": policy.lift, "fit": partial(policy.fit, budget_bytes=budget_bytes)}
+    if mixed_k not in policies:
+        raise UsageError(complain("--mixed-k", "policy", expected=f"one of {', '.join(policies)}", found=mixed_k))
+    return plan_repack(checkpoint, choose=policies[mixed_k], **choices)
 
 
 def execute(
@@ -156,6 +166,7 @@ def execute(
         write_json(output / STATE_DIR / OUTPUTS, run.output_names())
         resumed = run.copy(journal, threads or min(DEFAULT_THREADS, os.cpu_count() or 1))
         files = dict(journal.done) | run.write_json_files()
+        files.pop(CARD, None)  # the card quotes the verdict, which is bound to the seal: sealed, it would be a circle
         findings = _merge_findings(journal.facts)
         reencoded = {name: fact["reencoded"] for name, fact in sorted(journal.facts.items()) if "reencoded" in fact}
         facts = {**run.facts, **findings.to_json(), **({"reencoded": reencoded} if reencoded else {})}
