@@ -98,14 +98,14 @@ def _inspect_lines(found: Inspection, verbose: bool) -> Iterator[str]:
     yield ""
     yield from format_table(("bytes of", ""), [(name, in_bytes(count)) for name, count in found.bytes_by_class.items()])
     yield ""
-    yield from format_table(("layers", "form", "gate", "up", "down", "experts that mix K"), _census_rows(found, verbose))
+    yield from format_table(("layers", "form", "gate", "up", "down", "mixing K"), _census_rows(found, verbose))
     yield ""
     rows = []
     for answer in found.targets:
         grown = f"{100 * (answer.bytes_after / cp.payload_bytes - 1):+z.1f}%" if answer.bytes_after is not None and cp.payload_bytes else ""
         word = "no" if not answer.accepted else "lossless" if answer.lossless else "with loss"
         rows.append((answer.target, word, grown, answer.why + (f"; {answer.cost}" if answer.cost not in ("", "nothing") else "")))
-    yield from format_table(("target", "takes it", "bytes", "why, and what is encoded again"), rows)
+    yield from format_table(("target", "takes it", "bytes", "who reads it or why not, and what is encoded again"), rows)
     for line in (*(f"not in the index: {name}" for name in cp.foreign), *cp.warnings):
         yield from wrap(f"note: {line}")
 

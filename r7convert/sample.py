@@ -55,10 +55,19 @@ def write_sample(folder: Path, *, progress: Progress | None = None, **choices: A
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UsageError(complain(folder, "output", expected="a new or empty folder", found="something there", do="Choose another."))
     folder.mkdir(parents=True, exist_ok=True)
+    try:
+        _write(folder, sample, progress or Progress())
+    except BaseException:
+        for path in folder.iterdir():  # it was empty: whatever is here is ours, and the same command must find it empty again
+            path.unlink()
+        raise
+    return sample
+
+
+def _write(folder: Path, sample: Sample, progress: Progress) -> None:
     shards: dict[str, list[SampleTensor]] = {r7_shard(layer): list(r7_tensors(sample, layer)) for layer in sample.r7_layers}
     for tensor in carried_tensors(sample):
         shards.setdefault(carrier_of(tensor.name, sample), []).append(tensor)
-    progress = progress or Progress()
     progress.start(sum(t.nbytes for tensors in shards.values() for t in tensors), "sample")
     for shard, tensors in shards.items():
         # The safetensors library writes by falling dtype, then by name: expert 10 comes before expert 2, markers first.
@@ -75,7 +84,6 @@ def write_sample(folder: Path, *, progress: Progress | None = None, **choices: A
         write_json(folder / "hf_quant_config.json", old)
     write_json(folder / "config.json", _config(sample, quantization))
     progress.finish()
-    return sample
 
 
 # ---- bytes ------------------------------------------------------------------------------------------------------------

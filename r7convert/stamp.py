@@ -191,7 +191,7 @@ def repair(
         del block["r7_routed_experts"]
     block["bits"] = _nominal_bits(bits, block, r7, config.get("hybrid_tr3_tail"))
     block |= {"quant_method": "exl3", "codebook": "mcg"}
-    storage = tensor_storage if tensor_storage is not None else block.get("tensor_storage")
+    storage = tensor_storage if tensor_storage is not None else _mapping(block.get("tensor_storage"), f"{EMBEDDED}.tensor_storage")
     if storage is not None:
         sliced = target in ("rank-sliced", "slabs") and tensor_storage is None
         block["tensor_storage"] = {m: r for m, r in storage.items() if not (sliced and ".mlp.experts." in m)}

@@ -195,7 +195,7 @@ def report_error(error: BaseException) -> int:
     if os.environ.get("R7_DEBUG") == "1":
         traceback.print_exception(error)
     if isinstance(error, KeyboardInterrupt):
-        print("interrupted: what is done is kept, the same command goes on from there", file=sys.stderr)
+        print("interrupted: no file is left half-written, repeat the command to go on", file=sys.stderr)
         return EXIT_INTERRUPTED
     if isinstance(error, R7Error):
         lines, code = str(error).splitlines(), error.exit_code

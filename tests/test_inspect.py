@@ -8,6 +8,7 @@ import pytest
 
 from r7convert.checkpoint import build_checkpoint
 from r7convert.inspect import Inspection, inspect
+from r7convert.repack import repack
 from r7convert.restamp import restamp
 from r7convert.sample import write_sample
 from r7convert.source import Folder
@@ -111,6 +112,18 @@ def test_a_repaired_stamp_is_right_and_a_hopeless_one_says_so(tmp_path: Path) ->
         (value.get("quantization_config") or value)["codebook"] = "mul1"
         write_json(tmp_path / "s" / name, value)
     assert look(tmp_path / "s").stamp_due is None
+
+
+@pytest.mark.parametrize(("target", "tp"), [("r7", None), ("rank-sliced", 2), ("slabs", 4), ("exl3", None)])
+def test_what_repack_writes_is_read_again_with_a_right_stamp(tmp_path: Path, target: str, tp: int | None) -> None:
+    write_sample(tmp_path / "s", mode="uniform", nested=target == "exl3")
+    repack(tmp_path / "s", tmp_path / "o", target=target, tp=tp)
+    report = restamp(tmp_path / "o")
+    assert (report.target, report.due) == (target, False)
+    found = look(tmp_path / "o")
+    assert found.stamp_due is False
+    assert {layer.tp for layer in found.census[:2]} == {tp}
+    assert answers(found)["slabs"] == (True, True)
 
 
 def test_the_page_and_its_json(tmp_path: Path) -> None:

@@ -18,12 +18,10 @@ ROOT = Path(__file__).parents[1]
 NAME = f"r7convert-{__version__}"
 
 
-def tracked(folder: str) -> set[str]:
-    """Files of the checkout that git has or would take."""
-    listed = subprocess.run(
-        ["git", "ls-files", "--cached", "--others", "--exclude-standard", folder], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    return {name for name in listed.stdout.splitlines() if (ROOT / name).is_file()}
+def files_of(folder: str) -> set[str]:
+    """What stands in a folder of the checkout, compiled Python left out."""
+    found = (path for path in (ROOT / folder).rglob("*") if path.is_file() and "__pycache__" not in path.parts)
+    return {path.relative_to(ROOT).as_posix() for path in found}
 
 
 @pytest.fixture(scope="module")
@@ -39,8 +37,8 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_wheel_has_the_package_its_data_and_nothing_else(built: Path) -> None:
     with zipfile.ZipFile(built / f"{NAME}-py3-none-any.whl") as wheel:
         names = {name for name in wheel.namelist() if not name.startswith(f"{NAME}.dist-info/")}
-    data = {f"r7convert/_data/{name}" for folder in ("kernels", "recipes") for name in tracked(folder) if not name.endswith(".gitkeep")}
-    expected = tracked("r7convert") | data
+    data = {f"r7convert/_data/{name}" for folder in ("kernels", "recipes") for name in files_of(folder) if not name.endswith(".gitkeep")}
+    expected = files_of("r7convert") | data
     assert len(expected) > 40
     assert {name for name in names if not name.endswith(".gitkeep")} == expected
 
@@ -48,7 +46,7 @@ def test_the_wheel_has_the_package_its_data_and_nothing_else(built: Path) -> Non
 def test_the_sdist_has_what_a_build_and_the_tests_need(built: Path) -> None:
     with tarfile.open(built / f"{NAME}.tar.gz") as sdist:
         names = {name.removeprefix(f"{NAME}/") for name in sdist.getnames()}
-    wanted = {name for folder in ("r7convert", "kernels", "recipes", "tests", "docs") for name in tracked(folder)}
+    wanted = {name for folder in ("r7convert", "kernels", "recipes", "tests", "docs") for name in files_of(folder)}
     assert wanted | {"pyproject.toml", "Makefile", "README.md", "CHANGELOG.md", "LICENSE", "PKG-INFO"} <= names
     assert not [name for name in names if "__pycache__" in name or name.endswith(".pyc")]
 
@@ -91,7 +89,7 @@ def test_declared_dependencies_are_what_the_package_imports() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     declared = {line for lines in (project["dependencies"], *project["optional-dependencies"].values()) for line in lines}
     names = {line.split(">")[0].split("=")[0].split("<")[0].split("[")[0].strip().lower().replace("-", "_") for line in declared}
-    provided = {"cuda": "cuda_core", "yaml": "pyyaml"}
+    provided = {"cuda": "cuda_core", "yaml": "pyyaml", "llvmlite": "numba"}  # import name -> what brings it
     imported = set()
     for path in ROOT.glob("r7convert/*.py"):
         for node in ast.walk(ast.parse(path.read_text())):

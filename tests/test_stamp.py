@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from r7convert.errors import FormatError, UnsupportedError
+from r7convert.errors import FormatError, R7Error, UnsupportedError
 from r7convert.format import R7_SCHEMA, TAIL_FORMAT, TENSOR_SCHEMA
 from r7convert.stamp import ABSENT, EMBEDDED, FILE, HF_FILE, NESTED, PROVENANCE, Change, StampFiles, diagnose, repair
 
@@ -214,6 +214,34 @@ def test_a_tails_whole_float_becomes_the_integer_readers_truncate_to() -> None:
 def test_what_cannot_be_stamped_is_refused_by_name(files: StampFiles, target: str, error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
         repair(files, target)
+
+
+JSONS = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-9, 9)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.sampled_from(["mcg", "exl3", ""]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["bits", "k_values", "blocks", "x"]), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@given(st.data(), st.sampled_from(["r7", "rank-sliced", "slabs", "exl3"]))
+def test_hostile_values_are_refused_or_repaired_for_good(data: Any, target: str) -> None:
+    """Whatever stands in a field, the answer is an error of ours or a repair that needs no second one."""
+    block, config = dict(POISON), {"hybrid_tr3_tail": TAIL, "text_config": {}, PROVENANCE: {}}
+    for place, keys in ((block, [*POISON, "bits", "codebook", "r7convert_slabs"]), (config, list(config))):
+        for key in data.draw(st.sets(st.sampled_from(keys), max_size=2)):
+            place[key] = data.draw(JSONS)
+    config["quantization_config"] = data.draw(st.sampled_from([block, block, block, None, [], "exl3"]))
+    try:
+        diagnose(StampFiles(config, block))
+        once = repair(StampFiles(config, block), target)
+    except R7Error:
+        return
+    assert repair(once.files, target).changes == ()
+    assert [place.problems for place in diagnose(once.files)] == [()] * 4
 
 
 def test_notes_say_what_r7_readers_need() -> None:

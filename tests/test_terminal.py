@@ -120,7 +120,7 @@ def test_a_table_fits_its_width_and_loses_nothing() -> None:
         (PermissionError(errno.EACCES, "Permission denied", "/out"), 5, "error: /out: Permission denied\n"),
         (MemoryError("4 GiB"), 5, "error: out of memory: 4 GiB. Use fewer --threads, or a smaller --layers range.\n"),
         (ValueError("odd"), 1, "error: unexpected ValueError: odd\nerror: Please report it, with the traceback that R7_DEBUG=1 prints.\n"),
-        (KeyboardInterrupt(), 130, "interrupted: what is done is kept, the same command goes on from there\n"),
+        (KeyboardInterrupt(), 130, "interrupted: no file is left half-written, repeat the command to go on\n"),
     ],
 )
 def test_errors_have_their_code_and_no_traceback(error: BaseException, code: int, text: str, capsys: pytest.CaptureFixture[str]) -> None:
