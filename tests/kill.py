@@ -16,11 +16,14 @@ class Killed(BaseException):
     """The process is gone: nothing of it may run on, so nothing may be cleaned up."""
 
 
-def at_every_step(monkeypatch: pytest.MonkeyPatch, run: Callable[[], object]) -> Iterator[int]:
-    """Call `run` again and again, dead from the k-th call on that changes the disk, k = 1, 2, ...; yields k after each death,
-    the disk as the kill left it, and ends when a run comes through.
+def at_every_step(
+    monkeypatch: pytest.MonkeyPatch, run: Callable[[], object], *, fresh: Callable[[], object] = lambda: None, stride: int = 1
+) -> Iterator[int]:
+    """Call `run` again and again, dead from the k-th call on that changes the disk, k = 1, 1 + stride, ...; yields k after each death,
+    the disk as the kill left it, and ends when a run comes through. `fresh` is called before each, unharmed.
     """
-    for k in range(1, 1000):
+    for k in range(1, 1000, stride):
+        fresh()
         left = k
         with monkeypatch.context() as patch:
 

@@ -1,0 +1,106 @@
+"""The devices of this machine that numbers are worked out on: which, how fast, and a pool that keeps all of them busy."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from typing import TYPE_CHECKING, TypeVar
+
+from r7convert.errors import ResourceError, complain
+
+if TYPE_CHECKING:
+    import torch
+
+J = TypeVar("J")
+R = TypeVar("R")
+
+_CALIBRATION_S = 0.25
+_MOST_CALIBRATION_TILES = 1 << 15
+
+
+def find_devices(choice: str = "auto", local_rank: int | None = None) -> list[torch.device]:
+    """The devices to work on. "auto": every GPU, or the one of this rank; the CPU where there is none. "cuda": the same, but a
+    GPU there must be. Any other name is torch's own ("cpu", "cuda:1").
+
+    Raises:  ResourceError for a device that is not there.
+    """
+    import torch
+
+    count = torch.cuda.device_count() if choice in ("auto", "cuda") or choice.startswith("cuda:") else 0
+    if choice == "cpu" or (choice == "auto" and not count):
+        return [torch.device("cpu")]
+    if choice in ("auto", "cuda") and count:
+        numbers = range(count) if local_rank is None else [local_rank % count]
+        return [torch.device("cuda", number) for number in numbers]
+    if choice.startswith("cuda:") and choice[5:].isdecimal() and int(choice[5:]) < count:
+        return [torch.device(choice)]
+    raise ResourceError(
+        complain("--device", "device", expected="auto, cpu, cuda or cuda:N", found=f"{choice}, with {count} CUDA devices here")
+    )
+
+
+@contextlib.contextmanager
+def at_work_on(device: torch.device) -> Iterator[None]:
+    """Make `device` the current one of this thread."""
+    import torch
+
+    with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+        yield
+
+
+def work_on(devices: Sequence[torch.device], jobs: Iterable[J], work: Callable[[J, torch.device], R]) -> Iterator[tuple[J, R]]:
+    """Run `work` on every job, each on a device of its own, and hand back results as they come.
+
+    A GPU has two jobs at a time, so that one reads and writes while the other computes; the CPU, whose search uses every core,
+    has one. The first error ends the run once the jobs at hand are done.
+    """
+    free: queue.SimpleQueue[torch.device] = queue.SimpleQueue()
+    for turn in range(2):
+        for device in devices:
+            if turn == 0 or device.type == "cuda":
+                free.put(device)
+    seats = free.qsize()
+
+    def run(job: J) -> R:
+        device = free.get()
+        try:
+            with at_work_on(device):
+                return work(job, device)
+        finally:
+            free.put(device)
+
+    waiting = iter(jobs)
+    running: dict[Future[R], J] = {}
+    with ThreadPoolExecutor(seats) as pool:
+        while True:
+            for job in waiting:
+                running[pool.submit(run, job)] = job
+                if len(running) >= seats:
+                    break
+            if not running:
+                return
+            for future in wait(running, return_when=FIRST_COMPLETED).done:
+                yield running.pop(future), future.result()
+
+
+def tiles_per_s(device: torch.device, bits: int) -> float:
+    """How many tiles a second the search does here, from a run of about a quarter of a second on random ones."""
+    import torch
+
+    from r7convert import codec
+
+    generator = torch.Generator().manual_seed(bits)
+    count = 8
+    with at_work_on(device):
+        while True:
+            tiles = torch.randn(count, 256, generator=generator).to(device)
+            start = time.perf_counter()
+            _, error = codec.search_tiles(tiles, bits=bits)
+            float(error[0])
+            taken = time.perf_counter() - start
+            if taken >= _CALIBRATION_S or count >= _MOST_CALIBRATION_TILES:
+                return count / taken
+            count *= 4
