@@ -1,4 +1,7 @@
-"""The devices of this machine that numbers are worked out on: which, how fast, and a pool that keeps all of them busy."""
+"""The devices of this machine that numbers are worked out on: which, how fast, and a pool that keeps all of them busy.
+
+`encode_matrix` and `reencode_matrix` are codec's, by the fastest search there is for the tensor's device.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,9 @@ from r7convert.errors import ResourceError, complain
 
 if TYPE_CHECKING:
     import torch
+    from torch import Tensor
+
+    from r7convert.codec import Encoded, Reencoded
 
 J = TypeVar("J")
 R = TypeVar("R")
@@ -86,19 +92,39 @@ def work_on(devices: Sequence[torch.device], jobs: Iterable[J], work: Callable[[
                 yield running.pop(future), future.result()
 
 
+def search_tiles(tiles: Tensor, *, bits: int) -> tuple[Tensor, Tensor]:
+    """As codec.search_tiles."""
+    from r7convert import codec, cpu
+
+    return codec.search_tiles(tiles, bits=bits) if tiles.is_cuda else cpu.search_tiles(tiles, bits=bits)
+
+
+def encode_matrix(weight: Tensor, *, bits: int, seed: int, name: str) -> Encoded:
+    """As codec.encode_matrix."""
+    from r7convert import codec
+
+    return codec.encode_matrix(weight, bits=bits, seed=seed, search=search_tiles, name=name)
+
+
+def reencode_matrix(trellis: Tensor, *, bits_from: int, bits_to: int) -> Reencoded:
+    """As codec.reencode_matrix."""
+    from r7convert import codec
+
+    return codec.reencode_matrix(trellis, bits_from=bits_from, bits_to=bits_to, search=search_tiles)
+
+
 def tiles_per_s(device: torch.device, bits: int) -> float:
     """How many tiles a second the search does here, from a run of about a quarter of a second on random ones."""
     import torch
 
-    from r7convert import codec
-
     generator = torch.Generator().manual_seed(bits)
-    count = 8
+    count = 16
     with at_work_on(device):
+        search_tiles(torch.zeros(1, 256, device=device), bits=bits)  # compiles, which is not the search
         while True:
             tiles = torch.randn(count, 256, generator=generator).to(device)
             start = time.perf_counter()
-            _, error = codec.search_tiles(tiles, bits=bits)
+            _, error = search_tiles(tiles, bits=bits)
             float(error[0])
             taken = time.perf_counter() - start
             if taken >= _CALIBRATION_S or count >= _MOST_CALIBRATION_TILES:

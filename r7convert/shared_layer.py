@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from r7convert import codec
+from r7convert import codec, devices
 from r7convert.checkpoint import Checkpoint
 from r7convert.errors import FormatError, InputError, UnsupportedError, complain
 from r7convert.format import TILE, TensorEntry
@@ -93,7 +93,7 @@ def encode_part(
             first = where[0].tolist()
             raise FormatError(complain(f"{module}.weight", f"{len(where)} weights are not finite, the first at [out, in] = {first}"))
     merged = torch.cat([weight.to(device) for weight in weights]).t()
-    made = codec.encode_matrix(merged, bits=bits, seed=codec.module_seed(part.name), name=part.name)
+    made = devices.encode_matrix(merged, bits=bits, seed=codec.module_seed(part.name), name=part.name)
     tensors: dict[str, Tensor] = {}
     figures: dict[str, Json] = {}
     at = 0

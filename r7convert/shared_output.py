@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from r7convert import __version__
+from r7convert.card import CARD
 from r7convert.carry import CarriedShard, carried_shards
 from r7convert.checkpoint import CONFIG, HF_QUANT_CONFIG, INDEX, QUANT_CONFIG, Checkpoint
 from r7convert.copying import Work as Copying
@@ -70,13 +71,13 @@ def write_output(work: Work, outcomes: Mapping[int, Outcome], journal: Journal, 
     _carry(work, sorted(anew), rest, journal, progress)
 
     files = {**(work.manifest.files if work.manifest and work.output is None else {}), **journal.done}
-    for name in (*removed, HF_QUANT_CONFIG):
+    for name in (*removed, HF_QUANT_CONFIG, CARD):
         files.pop(name, None)
     tensors = {entry.name: entry for entry in checkpoint.tensors.values() if entry.name not in gone}
     tensors |= {entry.name: entry for header in new.values() for entry in header.tensors.values()}
     for name, value in _documents(work, gone, new, tensors).items():
         files[name] = write_json(stage / name, value, compact=name == INDEX)
-    sealed = Manifest(f"r7convert {__version__}", files, _facts(work, outcomes, len([n for n in gone if n.endswith(".weight")])))
+    sealed = Manifest(f"r7convert {__version__}", files, _facts(work, outcomes, gone))
     if work.output is None:
         commit_change(work.folder, sealed)
     else:
@@ -143,25 +144,27 @@ def _target(work: Work) -> str:
     return "exl3"
 
 
-def _facts(work: Work, outcomes: Mapping[int, Outcome], replaced: int) -> dict[str, Json]:
-    """What the manifest states: the facts there were, and those of this run."""
-    tail = work.checkpoint.tail
-    count = len(work.checkpoint.tensors)
+def _facts(work: Work, outcomes: Mapping[int, Outcome], gone: set[str]) -> dict[str, Json]:
+    """What the manifest states: the facts there were, and those of this run. A weight that was encoded moves to that account."""
+    tail, tensors = work.checkpoint.tail, work.checkpoint.tensors
     facts: dict[str, Json] = {
         "target": _target(work),
-        "tp": tail.tp if tail is not None else 1,
-        "source_tensors": count,
-        "accounting": {"kept": count},
-        **(dict(work.manifest.facts) if work.manifest else {}),
+        "tp": tail.tp if tail is not None else None,
+        "accounting": {"kept": {"tensors": len(tensors), "bytes": work.checkpoint.payload_bytes}},
+        **(work.manifest.facts if work.manifest else {}),
     }
-    accounting = dict(facts["accounting"])
-    accounting["kept"] = accounting.get("kept", 0) - replaced
-    accounting["encoded"] = accounting.get("encoded", 0) + replaced
+    accounting = {kind: dict(total) for kind, total in facts["accounting"].items()}
+    encoded = accounting.setdefault("encoded", {"tensors": 0, "bytes": 0})
+    for name in gone:
+        if name.endswith(".weight"):
+            for total, sign in ((accounting["kept"], -1), (encoded, 1)):
+                total["tensors"] += sign
+                total["bytes"] += sign * tensors[name].nbytes
     kept = all_kept(work.plan, outcomes)
-    encoded = {**facts.get("encoded", {}), **all_figures(outcomes)}
+    figures = {**facts.get("encoded", {}), **all_figures(outcomes)}
     return {
         **facts,
-        "accounting": accounting,
-        "encoded": encoded,
-        "not_encoded": {m: why for m, why in {**facts.get("not_encoded", {}), **kept}.items() if m not in encoded},
+        "accounting": dict(sorted(accounting.items())),
+        "encoded": figures,
+        "not_encoded": {m: why for m, why in {**facts.get("not_encoded", {}), **kept}.items() if m not in figures},
     }

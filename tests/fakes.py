@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from r7convert import codec
+from r7convert import codec, devices
 
 
 class FakeEncoder:
@@ -32,5 +32,5 @@ class FakeEncoder:
 @pytest.fixture
 def fake_encoder(monkeypatch: pytest.MonkeyPatch) -> FakeEncoder:
     fake = FakeEncoder()
-    monkeypatch.setattr(codec, "encode_matrix", fake.encode_matrix)
+    monkeypatch.setattr(devices, "encode_matrix", fake.encode_matrix)
     return fake

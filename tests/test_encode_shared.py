@@ -13,7 +13,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from r7convert import codec
+from r7convert import codec, devices
+from r7convert.card import CARD
 from r7convert.checkpoint import read_checkpoint
 from r7convert.encode_shared import SharedReport, encode_shared
 from r7convert.errors import FormatError, UnsupportedError, UsageError
@@ -30,7 +31,7 @@ INDEX = "model.safetensors.index.json"
 
 
 def seal(folder: Path, **facts: Any) -> None:
-    files = {path.name: hash_file(path) for path in sorted(folder.iterdir()) if path.is_file()}
+    files = {path.name: hash_file(path) for path in sorted(folder.iterdir()) if path.is_file() and path.name != CARD}
     write_manifest(folder, Manifest("test", files, facts))
 
 
@@ -38,8 +39,14 @@ def sealed(tmp_path: Path, **choices: Any) -> Path:
     """A sealed folder of target r7, with a verdict."""
     write_sample(tmp_path / "sample", **{"hidden": 128, "intermediate": 128, "split": True, **choices})
     restamp(tmp_path / "sample", output=tmp_path / "out")
-    count = len(read_checkpoint(tmp_path / "out").tensors)
-    seal(tmp_path / "out", target="r7", tp=1, accounting={"kept": count}, source_tensors=count, note="carried")
+    found = read_checkpoint(tmp_path / "out")
+    seal(
+        tmp_path / "out",
+        target="r7",
+        tp=None,
+        accounting={"kept": {"tensors": len(found.tensors), "bytes": found.payload_bytes}},
+        note="carried",
+    )
     (tmp_path / "out" / VERDICT).write_text("{}")
     return tmp_path / "out"
 
@@ -55,7 +62,7 @@ def tensors(folder: Path) -> dict[str, bytes]:
 
 def check_seal(folder: Path) -> Manifest:
     manifest = read_manifest(folder)
-    standing = {path.name for path in folder.iterdir()} - {MANIFEST}
+    standing = {path.name for path in folder.iterdir()} - {MANIFEST, CARD}
     assert standing == set(manifest.files)
     for name, record in manifest.files.items():
         assert hash_file(folder / name) == record, name
@@ -112,11 +119,34 @@ def test_split_unsliced_marked_and_nothing_else_changes(tmp_path: Path, fake_enc
     assert not (out / "model-sharedbf16.safetensors").exists()
     assert report.removed_files == ("model-sharedbf16.safetensors",)
     assert read_json(out / INDEX)["metadata"]["total_size"] == sum(map(len, after.values()))
-    count = manifest.facts["source_tensors"]
-    assert manifest.facts["accounting"] == {"kept": count - 9, "encoded": 9}
+    nbytes = 9 * 128 * 128 * 2
+    assert manifest.facts["accounting"] == {
+        "encoded": {"tensors": 9, "bytes": nbytes},
+        "kept": {"tensors": len(before) - 9, "bytes": sum(map(len, before.values())) - nbytes},
+    }
     assert manifest.facts["note"] == "carried"
     assert set(manifest.facts["encoded"]) == set(report.encoded) == storage.keys() - old.keys()
     assert not (out / VERDICT).exists()
+
+
+def test_cut_at_column_i_decodes_to_the_weights(tmp_path: Path) -> None:
+    """The real encoder, one layer: the error of each matrix is that of K6, and what the report says of it."""
+    out = sealed(tmp_path, layers=4, mtp="none", intermediate=256)
+    weights = {n.rsplit(".", 2)[-2]: t for n, t in load_file(out / "model-sharedbf16.safetensors").items()}
+    report = encode_shared(out, device="cpu")
+    shard = load_file(out / "shared-experts-layer-003.safetensors")
+    base = "model.layers.3.mlp.shared_experts"
+    for proj, weight in weights.items():
+        trellis, suh, svh = (shard[f"{base}.{proj}.{field}"] for field in ("trellis", "suh", "svh"))
+        decoded = codec.decode_matrix(trellis, suh, svh, bits=6).double()
+        truth = weight.t().double()
+        relative = float((decoded - truth).square().sum() / truth.square().sum())
+        said = report.encoded[f"{base}.{proj}"]
+        assert relative == pytest.approx(said["relative_error"], rel=1e-5)
+        assert 0.0002 < relative < 0.0005
+        column = (decoded - truth).square().sum(0) / truth.square().sum(0)
+        assert said["worst_column"] == [int(column.argmax()), pytest.approx(float(column.max()), rel=1e-5)]
+        assert 0.0002 < said["proxy_error"] < 0.0006
 
 
 def test_a_second_run_has_nothing_to_do(tmp_path: Path, fake_encoder: FakeEncoder) -> None:
@@ -136,7 +166,7 @@ def test_layers_by_turns_end_in_the_same_tensors_as_at_once(tmp_path: Path, fake
     shutil.copytree(out, tmp_path / "once")
     encode_shared(out, device="cpu", layers=(3, 3))
     check_seal(out)
-    assert read_manifest(out).facts["accounting"]["encoded"] == 3
+    assert read_manifest(out).facts["accounting"]["encoded"]["tensors"] == 3
     encode_shared(out, device="cpu", layers=(4, 9))
     encode_shared(tmp_path / "once", device="cpu")
     assert tensors(out) == tensors(tmp_path / "once")
@@ -231,13 +261,13 @@ def test_a_weight_that_cannot_be_encoded_stops_or_stays(tmp_path: Path, fake_enc
     assert all(after[f"{module}.weight"] == before[f"{module}.weight"] for module in pair)
     assert "model.layers.4.mlp.shared_experts.down_proj.trellis" in after
     manifest = check_seal(out)
-    assert manifest.facts["accounting"]["encoded"] == 7
+    assert manifest.facts["accounting"]["encoded"]["tensors"] == 7
     assert set(manifest.facts["not_encoded"]) == set(pair)
 
     # Once the weight is sound (here: read from a source that has it right) the part joins the others.
     again = encode_shared(out, device="cpu", source=tmp_path / "sample")
     assert set(again.encoded) == set(pair)
-    assert check_seal(out).facts["accounting"]["encoded"] == 9
+    assert check_seal(out).facts["accounting"]["encoded"]["tensors"] == 9
     assert check_seal(out).facts["not_encoded"] == {}
     assert names_of("model.layers.4.mlp.shared_experts") < tensors(out).keys()
 
@@ -249,8 +279,7 @@ def test_too_little_signal_is_a_failure_by_name(tmp_path: Path, fake_encoder: Fa
     kept = encode_shared(out, device="cpu", min_snr=36, on_failure="keep", restart=True)
     assert len(kept.kept) == 9
     assert not (out / ".r7convert").exists()
-    check_seal_and_verdict = read_manifest(out).facts
-    assert check_seal_and_verdict["accounting"] == {"kept": check_seal_and_verdict["source_tensors"]}
+    assert "encoded" not in read_manifest(out).facts["accounting"]
 
 
 def test_what_readers_refuse_stays_in_bf16(tmp_path: Path, fake_encoder: FakeEncoder) -> None:
@@ -360,12 +389,12 @@ def test_layers_that_are_done_are_not_encoded_again(tmp_path: Path, fake_encoder
             raise KeyboardInterrupt
         return real(weight, **options)
 
-    monkeypatch.setattr(codec, "encode_matrix", fails_in_layer_5)
+    monkeypatch.setattr(devices, "encode_matrix", fails_in_layer_5)
     with pytest.raises(KeyboardInterrupt):
         run(out)
     check = read_manifest(out)  # still the old folder, sealed
     assert all(hash_file(out / name) == record for name, record in check.files.items())
-    monkeypatch.setattr(codec, "encode_matrix", real)
+    monkeypatch.setattr(devices, "encode_matrix", real)
     fake_encoder.calls.clear()
     with pytest.raises(UsageError, match="unfinished run with another bits: expected 6, got 5"):
         run(out, bits=5)
@@ -384,7 +413,7 @@ def test_other_bits_need_a_source(tmp_path: Path, fake_encoder: FakeEncoder) -> 
     assert len(report.encoded) == 9
     checkpoint = read_checkpoint(out)
     assert {checkpoint.shared_experts[layer].bits for layer in (3, 4, 5)} == {(4,)}
-    assert check_seal(out).facts["accounting"]["encoded"] == 9
+    assert check_seal(out).facts["accounting"]["encoded"]["tensors"] == 9
     assert len([path for path in out.iterdir() if path.name.startswith("shared-experts")]) == 3
 
 

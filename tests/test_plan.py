@@ -14,7 +14,7 @@ from r7convert.errors import FormatError, R7Error, UnsupportedError, UsageError
 from r7convert.format import PER_EXPERT_V1, SHARED_H_V1, parse_tail
 from r7convert.plan import Plan, plan_repack
 from r7convert.source import Folder
-from tests.folders import CARRIER, R7, edited_json, edited_shard, sample
+from tests.folders import CARRIER, edited_json, edited_shard, sample
 
 ONE_K = {"mode": "uniform", "tail_tp": 2, "equal_tail_vectors": True}
 
