@@ -160,7 +160,7 @@ def execute(
     run.check_output(restart=restart)
     run.check_room()
     with locked(output):
-        if restart:
+        if restart or read_journal(output)[0] is None:
             run.discard()
         journal = Journal(output, run.fingerprint, restart=restart)
         write_json(output / STATE_DIR / OUTPUTS, run.output_names())
@@ -234,7 +234,7 @@ class _Run:
         names = {path.name for path in self.output.iterdir()} - {STATE_DIR}
         unfinished, _ = read_journal(self.output)
         is_sealed = MANIFEST in names
-        if not names or (unfinished is not None and not is_sealed) or (restart and is_sealed):
+        if (unfinished is not None or restart) if is_sealed else (unfinished is not None or names <= self._listed_before()):
             return
         found = "another conversion" if is_sealed else f"{len(names)} files of something else"
         do = "Choose another folder" + (", or use --restart to replace it." if is_sealed else ".")
@@ -253,16 +253,20 @@ class _Run:
         payload = [*plan.files, *(shard.file for shard in plan.shards), *(file for layer in plan.layers for file in layer.files)]
         return sorted([*payload, *self._json_files()])
 
+    def _listed_before(self) -> set[str]:
+        """Names that an earlier run meant to write, whole or partial."""
+        listed = self.output / STATE_DIR / OUTPUTS
+        names = set(read_json(listed)) if listed.exists() else set()
+        return names | {name + PARTIAL for name in names}
+
     def discard(self) -> None:
-        """Remove what an earlier run left, the seal first."""
-        names: set[str] = set()
+        """Remove what an earlier run left, the seal first; the list of what is to go is written before."""
+        names = self._listed_before()
         if (self.output / MANIFEST).exists():
-            names |= set(read_manifest(self.output).files)
-        if (listed := self.output / STATE_DIR / OUTPUTS).exists():
-            names |= set(read_json(listed))
-        for name in (MANIFEST, VERDICT, *sorted(names)):
+            names |= {*read_manifest(self.output).files, VERDICT}
+            write_json(self.output / STATE_DIR / OUTPUTS, sorted(names))
+        for name in (MANIFEST, *sorted(names)):
             (self.output / name).unlink(missing_ok=True)
-            (self.output / (name + PARTIAL)).unlink(missing_ok=True)
 
     # ---- the work ----
 

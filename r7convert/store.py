@@ -264,6 +264,7 @@ class WholeFile:
         os.fsync(self._file.fileno())
         self._file.close()
         self._partial.replace(self.path)
+        self._partial.unlink(missing_ok=True)  # rename does nothing between two links of one file
         sync_folder(self.path.parent)
         self.record = FileRecord(self._size, self._digest.hexdigest())
         return self.record
