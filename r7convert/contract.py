@@ -168,8 +168,9 @@ def _layers(case: Case) -> Iterator[LayerExperts]:
 
 
 def _roots(case: Case) -> set[str]:
-    """The one tensor root there may be: that of the first layer."""
-    return next((layer.roots for layer in _layers(case)), set()) if case.evidence.expert_tensors else set()
+    """The one tensor root there may be: the one most layers have."""
+    counts = Counter(root for layer in _layers(case) for root in layer.roots)
+    return {counts.most_common(1)[0][0]} if counts else set()
 
 
 # ---- what each target asks for --------------------------------------------------------------------------------------
@@ -177,37 +178,37 @@ def _roots(case: Case) -> set[str]:
 
 def _check_rank_sliced(case: Case) -> None:
     """Stock readers: FORMAT.md section 4, and section 6 for the order in the file."""
-    part, found = case.part, sorted(case.evidence.expert_tensors)
+    part, found, roots = case.part, sorted(case.evidence.expert_tensors), _roots(case)
     config_rules.check_no_r7_block(case.config, case.block, part)
     tail = config_rules.check_tail(case.folder, case.config, part, experts=case.geometry.experts, tp=case.tp, reader=case.reader)
     due = _due_layers(case)
-    config_rules.check_range(tail.moe_layers if tail else None, due, found, "hybrid_tr3_tail", part)
+    config_rules.check_range(tail.moe_layers if tail else None, due, found, found, part)
     config_rules.check_dense(case.evidence, case.block, part, moe_range=tail.moe_layers if tail else (0, -1), experts_too=False)
     check_rank_names(case.evidence.tensors.values(), part, tp=case.tp)
     stated = config_rules.check_tier_map(case.folder, tail, part) if tail else {}
     layout: Layout = "shared_h_v1" if tail and tail.rotation_layout == SHARED_H_V1 else "per_expert_v1"
     for layer in _layers(case):
-        check_layer(layer, part, geometry=case.geometry, tp=case.tp, layout=layout, roots=_roots(case))
+        check_layer(layer, part, geometry=case.geometry, tp=case.tp, layout=layout, roots=roots)
         check_stock_k(layer, stated.get(layer.layer), part)
     _check_slab_files(case, layout)
 
 
 def _check_slabs(case: Case) -> None:
     """Slab readers: FORMAT.md sections 5 and 6, a K per projection."""
-    part, found = case.part, sorted(case.evidence.expert_tensors)
+    part, found, roots = case.part, sorted(case.evidence.expert_tensors), _roots(case)
     config_rules.check_no_r7_block(case.config, case.block, part)
     part.check("no tail: a stock reader must not take mixed experts for its own", "keys").expect(
         "hybrid_tr3_tail" not in case.config, "config.json", "hybrid_tr3_tail", expected="none", found="one"
     )
     check_pointer(case.block, found, part, tp=case.tp)
-    config_rules.check_range(None, _due_layers(case), found, "config.json", part)
+    config_rules.check_range(None, _due_layers(case), found, found, part)
     config_rules.check_dense(case.evidence, case.block, part, moe_range=None, experts_too=False)
     check_rank_names(case.evidence.tensors.values(), part, tp=case.tp)
     layout: Layout = "per_expert_v1"
     for layer in _layers(case):
         layout = "shared_h_v1" if layer.shared_h else layout
     for layer in _layers(case):
-        check_layer(layer, part, geometry=case.geometry, tp=case.tp, layout=layout, roots=_roots(case))
+        check_layer(layer, part, geometry=case.geometry, tp=case.tp, layout=layout, roots=roots)
         check_free_k(layer, TAIL_K_VALUES, part)
         check_slab_tiers(layer, part)
     _check_slab_files(case, layout)
@@ -235,7 +236,7 @@ def _check_slab_files(case: Case, layout: Layout) -> None:
 
 def _check_r7(case: Case) -> None:
     """R7-aware readers: names unchanged, the R7 block strict, the tail as it was; FORMAT.md sections 2 and 8."""
-    part, found = case.part, sorted(case.evidence.expert_tensors)
+    part, found, roots = case.part, sorted(case.evidence.expert_tensors), _roots(case)
     r7 = config_rules.check_r7_block(case.block, part)
     tail = None
     if "hybrid_tr3_tail" in case.config:
@@ -245,7 +246,10 @@ def _check_r7(case: Case) -> None:
             "config.json: quantization_config", "tensor_storage", expected="records: these readers need some without a tail", found="none"
         )
     stated = config_rules.check_tier_map(case.folder, tail, part) if tail else {}
-    config_rules.check_range(None, _due_layers(case), found, "config.json", part)
+    whole = [layer.layer for layer in _layers(case) if not layer.ranks]
+    for block, layers in ((r7, whole), (tail, [layer for layer in found if layer not in whole])):
+        if block is not None:
+            config_rules.check_range(block.moe_layers, _due_layers(case), layers, found, part)
     config_rules.check_dense(case.evidence, case.block, part, moe_range=None, experts_too=False)
     tail_layers = range(tail.moe_layers[0], tail.moe_layers[1] + 1) if tail else range(0)
     check_rank_names(case.evidence.tensors.values(), part, tp=tail.tp if tail else None)
@@ -256,11 +260,11 @@ def _check_r7(case: Case) -> None:
         covered.expect(is_tail or is_r7, f"layer {layer.layer}", "block", expected="r7_routed_experts or hybrid_tr3_tail", found="neither")
         if is_tail and tail is not None:
             layout: Layout = "shared_h_v1" if tail.rotation_layout == SHARED_H_V1 else "per_expert_v1"
-            check_layer(layer, part, geometry=case.geometry, tp=tail.tp, layout=layout, roots=_roots(case))
+            check_layer(layer, part, geometry=case.geometry, tp=tail.tp, layout=layout, roots=roots)
             check_stock_k(layer, stated.get(layer.layer), part)
         else:
             shared: Layout = "r7_shared" if layer.r7_shared else "per_expert"
-            check_layer(layer, part, geometry=case.geometry, tp=None, layout=shared, roots=_roots(case))
+            check_layer(layer, part, geometry=case.geometry, tp=None, layout=shared, roots=roots)
             check_free_k(layer, r7.k_values if r7 else R7_K_VALUES, part)
             _check_bit_map(case, layer)
 
@@ -286,14 +290,14 @@ def _check_bit_map(case: Case, layer: LayerExperts) -> None:
 
 def _check_exl3(case: Case) -> None:
     """Topology-neutral EXL3: whole matrices with their own vectors, a full record for every module; FORMAT.md section 8."""
-    part, found = case.part, sorted(case.evidence.expert_tensors)
+    part, found, roots = case.part, sorted(case.evidence.expert_tensors), _roots(case)
     config_rules.check_no_r7_block(case.config, case.block, part)
     part.check("no tail over whole matrices", "keys").expect(
         "hybrid_tr3_tail" not in case.config, "config.json", "hybrid_tr3_tail", expected="none", found="one"
     )
-    config_rules.check_range(None, _due_layers(case), found, "config.json", part)
+    config_rules.check_range(None, _due_layers(case), found, found, part)
     config_rules.check_dense(case.evidence, case.block, part, moe_range=None, experts_too=True)
     check_rank_names(case.evidence.tensors.values(), part, tp=None)
     for layer in _layers(case):
-        check_layer(layer, part, geometry=case.geometry, tp=None, layout="per_expert", roots=_roots(case))
+        check_layer(layer, part, geometry=case.geometry, tp=None, layout="per_expert", roots=roots)
         check_free_k(layer, range(1, 9), part)

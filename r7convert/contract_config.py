@@ -123,16 +123,16 @@ def check_tier_map(folder: Path, tail: Tail, part: Part) -> dict[int, list[int]]
     return stated
 
 
-def check_range(stated: tuple[int, int] | None, due: Sequence[int], found: Sequence[int], where: str, part: Part) -> None:
-    """One contiguous range that covers exactly the layers with experts; `due` are the layers config.json says have them."""
+def check_range(stated: tuple[int, int] | None, due: Sequence[int], of_block: Sequence[int], found: Sequence[int], part: Part) -> None:
+    """One contiguous range that covers exactly the layers of its block; and all layers that config.json says have experts do.
+
+    `of_block` are the layers in the block's form, `found` all with experts, `due` those that config.json says have them.
+    """
     check = part.check("moe_layers: one contiguous range, MTP included, every layer there", "layers")
-    if stated is not None:
-        for layer in sorted({*range(stated[0], stated[1] + 1), *found}):
-            inside = stated[0] <= layer <= stated[1]
-            what, kind = f"layer {layer}", ("with experts" if layer in found else "without")
-            check.expect(
-                inside == (layer in found), where, what, expected="with experts" if inside else f"outside {list(stated)}", found=kind
-            )
+    for layer in sorted({*range(stated[0], stated[1] + 1), *of_block}) if stated is not None else ():
+        inside, there = stated is not None and stated[0] <= layer <= stated[1], layer in of_block
+        expected = "experts of this form" if inside else f"none outside {stated}"
+        check.expect(inside == there, "moe_layers", f"layer {layer}", expected=expected, found="there" if there else "none")
     for layer in sorted({*due, *found}):
         what = f"routed experts of layer {layer}"
         check.expect((layer in due) == (layer in found), "config.json", what, expected=layer in due, found=layer in found)

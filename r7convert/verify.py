@@ -131,7 +131,7 @@ def _compare(source_folder: Path, output: Evidence, manifest: Manifest, part: Pa
     compare_config(source_folder, output.folder, part, nominal=_mean_k(output), last_layer=last_layer)
     compare_metadata(source, output, part)
     target = str(facts.get("target"))
-    nbytes = compare_files(source, output.folder, part, target=target, listed=manifest.files, generated=_generated(output))
+    nbytes = compare_files(source, output, part, target=target, listed=manifest.files, generated=_generated(output))
     for name, (count, size) in sorted(done.tallies.items()):
         part.scope.append(f"{name}{', left to numbers' if name in REENCODED else ''}: {count:,} tensors, {size:,} bytes")
     part.scope.append(f"JSON: config.json, index metadata; other files: {nbytes:,} bytes")

@@ -154,7 +154,9 @@ def compare_metadata(source: Evidence, output: Evidence, part: Part) -> None:
         check.same_json(f"{INDEX}: metadata", expected=plain[0], found=plain[1])
 
 
-def compare_files(source: Evidence, output: Path, part: Part, *, target: str, listed: Collection[str], generated: Collection[str]) -> int:
+def compare_files(
+    source: Evidence, output: Evidence, part: Part, *, target: str, listed: Collection[str], generated: Collection[str]
+) -> int:
     """Every other file, byte for byte, in both directions; returns the bytes compared.
 
     `listed` are the files the manifest names, `generated` those of the output that the contract judges.
@@ -166,19 +168,20 @@ def compare_files(source: Evidence, output: Path, part: Part, *, target: str, li
             continue
         before = source.folder / name
         if check.expect(before.is_file(), name, "file", expected="one of the source", found="none of that name there"):
-            nbytes += _same_file(before, output / name, check)
-    left_out = _describing(source) if target != "r7" else set()
+            nbytes += _same_file(before, output.folder / name, check)
+    gone = source.expert_tensors.keys() - output.expert_tensors.keys()
+    left_out = _describing(source, gone if target == "r7" else source.expert_tensors.keys(), tail_too=target != "r7")
     for path in sorted(source.folder.iterdir()):
         if _is_carried(path) and path.name not in left_out and path.name not in generated:
             check.expect(path.name in listed, path.name, "file of the source", expected="carried", found="left out")
     return nbytes
 
 
-def _describing(source: Evidence) -> set[str]:
-    """JSON that describes the source's own expert shards and would be untrue beside others: R7 sidecars, the tail's tier map."""
-    shards = {entry.file for entries in source.expert_tensors.values() for entry in entries}
+def _describing(source: Evidence, layers: Collection[int], *, tail_too: bool) -> set[str]:
+    """JSON that describes the source's own shards of these layers and would be untrue beside others: R7 sidecars, the tier map."""
+    shards = {entry.file for layer in layers for entry in source.expert_tensors[layer]}
     tail = read_json(source.folder / CONFIG).get("hybrid_tr3_tail")
-    pointer = tail.get("bits_per_expert") if isinstance(tail, dict) else None
+    pointer = tail.get("bits_per_expert") if isinstance(tail, dict) and tail_too else None
     tier_map = {pointer.rpartition(":")[0]} if isinstance(pointer, str) else set()
     return {shard.removesuffix(".safetensors") + ".json" for shard in shards} | tier_map
 

@@ -18,6 +18,7 @@ from r7convert.journal import MANIFEST, VERDICT, Manifest, read_manifest, write_
 from r7convert.store import encode_header, hash_file, read_header
 
 Json = Any
+SHORT_LIST = 2
 INDEX = "model.safetensors.index.json"
 
 
@@ -87,10 +88,10 @@ def header_places(path: Path) -> dict[str, int]:
 
 
 def edit_json(path: Path, edit: Callable[[Json], object]) -> None:
-    """`edit` changes the value in place, or hands back another."""
+    """`edit` changes the value in place; what it hands back is not looked at."""
     value = json.loads(path.read_text())
-    changed = edit(value)
-    put(path, json.dumps(value if changed is None else changed).encode())
+    edit(value)
+    put(path, json.dumps(value).encode())
 
 
 def edit_config(folder: Path, edit: Callable[[Json], object]) -> None:
@@ -123,11 +124,13 @@ def one_bit_apart(value: Json) -> Json:
 
 
 def json_changes(value: Json, path: tuple[str | int, ...] = ()) -> Iterator[tuple[str, tuple[str | int, ...], str]]:
-    """(class, path, "value" or "key") of every leaf and every key; a class is a path without its numbers."""
+    """(class, path, "value" or "key") of every leaf and every key; a class is a path without its numbers, but for short lists,
+    whose elements are fields.
+    """
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, inner in items:
         here = (*path, key)
-        label = ".".join(re.sub(r"\d+", "N", str(part)) for part in here)
+        label = ".".join(re.sub(r"\d+", "N", part) if isinstance(part, str) else str(part) if part < SHORT_LIST else "N" for part in here)
         if isinstance(key, str):
             yield f"key {label}", here, "key"
         if not isinstance(inner, dict | list):

@@ -1,0 +1,405 @@
+"""The judge on good outputs, and on every way in which one can be harmed: bits of each class, rules of each target.
+
+tests/test_contract.py has a broken folder for each single rule; here is the whole stage.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from r7convert.errors import ResourceError, UsageError, VerifyError
+from r7convert.findings import PARTS
+from r7convert.journal import MANIFEST, VERDICT, locked, manifest_digest
+from r7convert.repack import repack
+from r7convert.sample import write_sample
+from r7convert.store import STATE_DIR, read_header, read_json
+from r7convert.verdict import Verdict, check_verdict
+from r7convert.verify import verify
+from tests import tamper
+
+Json = Any
+SMALL: dict[str, Any] = {"hidden": 128, "intermediate": 256, "experts": 3, "layers": 3, "dense": 1}
+SMALLEST: dict[str, Any] = {**SMALL, "experts": 2, "layers": 2}
+
+
+@dataclass(frozen=True)
+class Made:
+    source: Path
+    output: Path
+
+    def judge(self, folder: Path | None = None, **choices: Any) -> Verdict:
+        return verify(folder or self.output, source=self.source, threads=1, **choices)
+
+
+# What mutation runs on: each target, each rotation layout, each form that a hidden-side vector has in an output.
+OUTPUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "rank-sliced shared_h_v1": ({"mode": "uniform", "equal_tail_vectors": True}, {"target": "rank-sliced", "tp": 2}),
+    "rank-sliced per_expert_v1": ({"mode": "uniform"}, {"target": "rank-sliced", "tp": 2, "reader": "r14"}),
+    "slabs": ({"mode": "mixed"}, {"target": "slabs", "tp": 2}),
+    "r7": ({"mode": "mixed", "tail_tp": 2}, {"target": "r7"}),
+    "exl3": ({"mode": "mixed"}, {"target": "exl3"}),
+}
+
+
+@pytest.fixture(autouse=True)
+def _no_fsync(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hundreds of verdicts are written here, and none has to survive a power cut."""
+    monkeypatch.setattr(os, "fsync", lambda fd: None)
+
+
+@pytest.fixture(scope="module")
+def make(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Made]:
+    """The outputs above by name, each made once; tests work on copies."""
+    made: dict[str, Made] = {}
+
+    def get(name: str) -> Made:
+        if name not in made:
+            folder = tmp_path_factory.mktemp("made")
+            sample, choices = OUTPUTS[name]
+            write_sample(folder / "source", **SMALLEST, **sample)
+            repack(folder / "source", folder / "output", **choices)
+            made[name] = Made(folder / "source", folder / "output")
+        return made[name]
+
+    return get
+
+
+def lines_of(verdict: Verdict) -> str:
+    return "\n".join(line for part in verdict.parts for check in part.checks.values() for line in check.shown)
+
+
+def failed_parts(verdict: Verdict) -> set[str]:
+    return {part.name for part in verdict.parts if part.state == "failed"}
+
+
+# ---- good outputs ---------------------------------------------------------------------------------------------------
+
+UNIFORM = {"mode": "uniform"}
+GOOD: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    *((UNIFORM, {"target": "rank-sliced", "tp": tp}) for tp in (1, 2, 4)),
+    *((UNIFORM, {"target": "rank-sliced", "tp": tp, "reader": "r14"}) for tp in (1, 2, 4)),
+    *(({"mode": "mixed"}, {"target": "slabs", "tp": tp}) for tp in (1, 2, 4)),
+    ({"mode": "mixed,three-k,one-k,odd", "layers": 5}, {"target": "slabs", "tp": 2}),
+    ({"mode": "uniform,one-k,odd", "layers": 4, "mtp": "none"}, {"target": "rank-sliced", "tp": 2}),
+    ({"mode": "uniform", "tail_tp": 2, "equal_tail_vectors": True}, {"target": "rank-sliced", "tp": 4}),
+    ({"mode": "uniform", "tail_tp": 4}, {"target": "rank-sliced", "tp": 1}),
+    ({"mode": "uniform", "k_values": (3, 4)}, {"target": "rank-sliced", "tp": 2}),
+    ({"mode": "uniform", "nested": True, "hf_quant_config": True}, {"target": "rank-sliced", "tp": 2}),
+    ({"mode": "uniform", "mtp": "r7", "split": True}, {"target": "rank-sliced", "tp": 2}),
+    ({"mode": "uniform", "per_expert_vectors": True}, {"target": "rank-sliced", "tp": 2}),
+    ({"mode": "uniform"}, {"target": "rank-sliced", "tp": 2, "drop_mtp": True}),
+    ({"mode": "mixed", "mtp": "r7", "nested": True}, {"target": "slabs", "tp": 2}),
+    ({"mode": "mixed", "storage_for_experts": True}, {"target": "slabs", "tp": 1}),
+    ({"mode": "mixed"}, {"target": "slabs", "tp": 2, "drop_mtp": True}),
+    ({"mode": "mixed"}, {"target": "r7"}),
+    ({"mode": "mixed", "mtp": "r7", "nested": True, "hf_quant_config": True}, {"target": "r7"}),
+    ({"mode": "mixed", "per_expert_vectors": True, "storage_for_experts": True, "mtp": "none"}, {"target": "r7"}),
+    ({"mode": "mixed", "tail_tp": 2}, {"target": "r7", "tp": 1}),
+    ({"mode": "mixed", "mtp": "r7"}, {"target": "r7", "drop_mtp": True}),
+    ({"mode": "mixed"}, {"target": "exl3"}),
+    ({"mode": "three-k", "tail_tp": 4, "split": True}, {"target": "exl3"}),
+    ({"mode": "mixed", "storage_for_experts": True, "nested": True}, {"target": "exl3"}),
+    ({"mode": "mixed", "per_expert_vectors": True, "mtp": "none"}, {"target": "exl3"}),
+]
+
+
+@pytest.mark.parametrize(("sample", "choices"), GOOD, ids=lambda value: "-".join(f"{k}={v}" for k, v in value.items()))
+def test_good_outputs_pass_and_say_what_was_compared(tmp_path: Path, sample: dict[str, Any], choices: dict[str, Any]) -> None:
+    sizes = {**SMALL, "intermediate": 512} if 4 in (choices.get("tp"), sample.get("tail_tp")) else SMALL
+    write_sample(tmp_path / "source", **{**sizes, **sample})
+    repack(tmp_path / "source", tmp_path / "output", **choices)
+    verdict = Made(tmp_path / "source", tmp_path / "output").judge()
+    verdict.check()
+    assert [part.name for part in verdict.parts] == list(PARTS)
+    assert [part.state for part in verdict.parts] == ["passed", "passed", "passed", "skipped"]
+    idle = [check.name for part in verdict.parts for check in part.checks.values() if not check.looked_at]
+    assert set(idle) <= MAY_BE_IDLE, "a rule that looked at nothing has judged nothing"
+
+    scope = "\n".join(verdict.parts[2].scope)
+    headers = [read_header(path) for path in (tmp_path / "source").glob("*.safetensors")]
+    tensors = [entry for header in headers for entry in header.tensors.values()]
+    compared = [line.split(": ")[1].split() for line in verdict.parts[2].scope if "tensors," in line or "dropped" in line]
+    assert sum(int(words[0].replace(",", "")) for words in compared) == len(tensors), scope
+    assert check_verdict(tmp_path / "output") == read_json(tmp_path / "output" / VERDICT)
+
+
+MAY_BE_IDLE: set[str] = {"hidden-side vectors are equal on every rank"}  # one rank has no copies
+
+
+def test_without_the_source_seal_and_contract_are_judged(make: Callable[[str], Made], tmp_path: Path) -> None:
+    folder = tamper.copy_output(make("slabs").output, tmp_path / "copy")
+    verdict = verify(folder)
+    assert [part.state for part in verdict.parts] == ["passed", "passed", "skipped", "skipped"]
+    assert check_verdict(folder)["ok"] is True
+
+
+def test_the_same_folder_gets_the_same_verdict(make: Callable[[str], Made], tmp_path: Path) -> None:
+    made, texts = make("exl3"), []
+    for threads in (1, 3):
+        folder = tamper.copy_output(made.output, tmp_path / str(threads))
+        verify(folder, source=made.source, threads=threads)
+        texts.append((folder / VERDICT).read_text())
+    assert texts[0] == texts[1]
+    assert str(tmp_path) not in texts[0], "a verdict is published: it names no folder of this machine"
+
+
+# ---- one bit in each class of tensor --------------------------------------------------------------------------------
+
+
+def tensor_classes(folder: Path) -> dict[str, str]:
+    """One tensor of each class, the last by name: not the one that a lazy check would look at first."""
+    names = [name for path in sorted(folder.glob("*.safetensors")) for name in read_header(path).tensors]
+    return {tamper.class_of(name): name for name in sorted(names)}
+
+
+def locate(folder: Path, name: str) -> tuple[Path, int, int]:
+    for path in folder.glob("*.safetensors"):
+        if (entry := read_header(path).tensors.get(name)) is not None:
+            return path, entry.offset, entry.nbytes
+    raise KeyError(name)
+
+
+@pytest.mark.parametrize("name", OUTPUTS)
+def test_one_bit_in_each_class_of_tensor_is_found_and_named(make: Callable[[str], Made], tmp_path: Path, name: str) -> None:
+    made = make(name)
+    classes = tensor_classes(made.output)
+    expert = {kind for kind in classes if ".mlp.experts." in kind}
+    assert len(expert) >= 10, "gate, up and down with their trellis, vectors and markers"
+    assert len(classes) - len(expert) >= 24, "embeddings, head, norms, attention, routers, dense MLPs, shared experts, MTP"
+    found = {}
+    for kind, tensor in classes.items():
+        folder = tamper.copy_output(made.output, tmp_path / "copy")
+        path, offset, nbytes = locate(folder, tensor)
+        tamper.flip_bit(path, offset + nbytes // 2, bit=len(found) % 8)
+        tamper.reseal(folder)
+        sealed = made.judge(folder)
+        assert "bytes" in failed_parts(sealed), kind
+        assert tensor in lines_of(sealed), f"{kind}: {lines_of(sealed)}"
+        found[kind] = sealed
+        shutil.rmtree(folder)
+    assert found.keys() == classes.keys()
+
+
+# ---- one bit in each class of header byte ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", OUTPUTS)
+def test_one_bit_in_each_class_of_header_byte_is_found(make: Callable[[str], Made], tmp_path: Path, name: str) -> None:
+    made = make(name)
+    kinds = {tamper.class_of(path.name): path.name for path in sorted(made.output.glob("*.safetensors"))}
+    assert kinds
+    looked = 0
+    for shard in kinds.values():
+        for label, at in tamper.header_places(made.output / shard).items():
+            folder = tamper.copy_output(made.output, tmp_path / "copy")
+            tamper.flip_bit(folder / shard, at)
+            tamper.reseal(folder)
+            verdict = made.judge(folder)
+            assert not verdict.ok, f"{shard}: {label}"
+            assert shard in lines_of(verdict), f"{shard}: {label}: {lines_of(verdict)}"
+            looked += 1
+            shutil.rmtree(folder)
+    assert looked >= 13 * len(kinds)
+
+
+# ---- each value and key of each JSON file ---------------------------------------------------------------------------
+
+
+# Files that every target has and that one rule judges, whatever the target: looked at in the first output alone.
+ONE_RULE = {"quantization_config.json", tamper.INDEX, "tokenizer.json", "tokenizer_config.json", "generation_config.json"}
+
+
+@pytest.mark.parametrize("name", [name for name in OUTPUTS if name != "rank-sliced per_expert_v1"])
+def test_each_value_and_key_of_each_json_file_is_judged(make: Callable[[str], Made], tmp_path: Path, name: str) -> None:
+    made = make(name)
+    files = {path.name for path in made.output.glob("*.json")} - {MANIFEST, VERDICT}
+    assert files > ONE_RULE
+    looked = 0
+    for file in sorted(files if name == next(iter(OUTPUTS)) else files - ONE_RULE):
+        value = read_json(made.output / file)
+        changes = {label: (path, kind) for label, path, kind in tamper.json_changes(value)}
+        for label, (path, kind) in changes.items():
+            folder = tamper.copy_output(made.output, tmp_path / "copy")
+            changed = json.loads(json.dumps(value))
+            tamper.apply_change(changed, path, kind)
+            assert changed != value
+            tamper.put(folder / file, json.dumps(changed).encode())
+            tamper.reseal(folder)
+            assert not made.judge(folder).ok, f"{file}: {label}"
+            looked += 1
+            shutil.rmtree(folder)
+    assert looked >= 80
+
+
+@pytest.mark.parametrize("name", OUTPUTS)
+def test_one_bit_in_each_file_breaks_the_seal(make: Callable[[str], Made], tmp_path: Path, name: str) -> None:
+    made = make(name)
+    files = {path.name for path in made.output.iterdir()} - {MANIFEST, VERDICT}
+    assert len(files) >= 9
+    for n, file in enumerate(sorted(files)):
+        folder = tamper.copy_output(made.output, tmp_path / str(n))
+        tamper.flip_bit(folder / file, (folder / file).stat().st_size // 2, bit=n % 8)
+        verdict = verify(folder, threads=1)
+        assert "seal" in failed_parts(verdict)
+        assert f"{file}: SHA-256" in lines_of(verdict)
+
+
+def test_what_the_manifest_says_is_judged(make: Callable[[str], Made], tmp_path: Path) -> None:
+    made = make("rank-sliced shared_h_v1")
+    manifest = read_json(made.output / MANIFEST)
+    claims = {"tool", "source", "rotation_layout", "moe_layers", "allow_nonfinite", "layers", "zeros", "drop_mtp", "partial"}
+    looked = set()
+    for label, path, kind in tamper.json_changes(manifest):
+        if label.removeprefix("key ").split(".")[0] in claims or label in looked:
+            continue
+        looked.add(label)
+        folder = tamper.copy_output(made.output, tmp_path / "copy")
+        tamper.edit_json(folder / MANIFEST, lambda value, path=path, kind=kind: tamper.apply_change(value, path, kind))
+        assert not made.judge(folder).ok, label
+        shutil.rmtree(folder)
+    assert {"target", "tp", "reader", "format", "accounting.sliced.tensors"} <= looked
+
+
+# ---- folders that are not whole, and other cases from life ----------------------------------------------------------
+
+
+def test_an_unsealed_folder_is_refused(make: Callable[[str], Made], tmp_path: Path) -> None:
+    folder = tamper.copy_output(make("slabs").output, tmp_path / "copy")
+    (folder / MANIFEST).unlink()
+    verdict = verify(folder, source=make("slabs").source)
+    assert [part.state for part in verdict.parts] == ["failed", "skipped", "skipped", "skipped"]
+    with pytest.raises(VerifyError, match="not sealed"):
+        verdict.check()
+    assert not (folder / VERDICT).exists()
+    assert not (folder / STATE_DIR).exists()
+    with pytest.raises(VerifyError, match="nobody judged"):
+        check_verdict(folder)
+
+
+def test_the_journal_of_a_run_beside_a_seal_is_refused(make: Callable[[str], Made], tmp_path: Path) -> None:
+    folder = tamper.copy_output(make("slabs").output, tmp_path / "copy")
+    (folder / STATE_DIR).mkdir()
+    (folder / STATE_DIR / "journal.jsonl").write_text("")
+    assert "an unfinished run" in lines_of(verify(folder))
+
+
+def test_an_unreadable_manifest_is_a_failed_seal(make: Callable[[str], Made], tmp_path: Path) -> None:
+    for n, text in enumerate(('{"format": "r7convert-manifest-v1", "files": {}', '{"format": 1}', "[]")):
+        folder = tamper.copy_output(make("slabs").output, tmp_path / str(n))
+        tamper.put(folder / MANIFEST, text.encode())
+        verdict = verify(folder)
+        assert failed_parts(verdict) == {"seal"}
+        assert read_json(folder / VERDICT)["manifest_sha256"] == manifest_digest(folder)
+
+
+def test_files_beside_the_seal(make: Callable[[str], Made], tmp_path: Path) -> None:
+    made = make("rank-sliced shared_h_v1")
+    folder = tamper.copy_output(made.output, tmp_path / "copy")
+    (folder / "model-extra.safetensors").write_bytes(b"x")
+    assert "file the manifest does not list" in lines_of(made.judge(folder))
+    (folder / "model-extra.safetensors").unlink()
+    (folder / ".cache").mkdir()
+    verdict = made.judge(folder)
+    verdict.check()
+    assert any(".cache" in note for check in verdict.parts[0].checks.values() for note in check.notes)
+    shard = next(folder.glob("*-rank-1-of-2.safetensors"))
+    shard.unlink()
+    verdict = made.judge(folder)
+    assert failed_parts(verdict) == {"seal", "contract", "bytes"}
+    assert f"{shard.name}: missing file" in lines_of(verdict)
+
+
+def test_every_file_of_rank_1_deleted_and_sealed_again(make: Callable[[str], Made], tmp_path: Path) -> None:
+    made = make("rank-sliced shared_h_v1")
+    folder = tamper.copy_output(made.output, tmp_path / "copy")
+    gone = sorted(folder.glob("*-rank-1-of-2.safetensors"))
+    assert len(gone) == 2
+    for path in gone:
+        path.unlink()
+    tamper.reindex(folder)
+    tamper.reseal(folder)
+    verdict = made.judge(folder)
+    assert failed_parts(verdict) == {"contract", "bytes"}
+    assert "rank 1: missing tensor" in lines_of(verdict)
+
+
+def test_another_tp_than_the_output_has(make: Callable[[str], Made]) -> None:
+    verdict = verify(make("rank-sliced shared_h_v1").output, tp=4)
+    assert failed_parts(verdict) == {"contract"}
+    assert verdict.failure_lines() == ["contract: the manifest says what this is: MANIFEST.json: tp of this output: expected 4, got 2"]
+
+
+def test_an_r14_reader_does_not_take_shared_vectors(make: Callable[[str], Made]) -> None:
+    verdict = verify(make("rank-sliced shared_h_v1").output, reader="r14")
+    assert failed_parts(verdict) == {"contract"}
+    assert "per_expert_v1, the only one r14 knows" in lines_of(verdict)
+    verify(make("rank-sliced per_expert_v1").output, reader="r14").check()
+    verify(make("rank-sliced per_expert_v1").output, reader="r28").check()
+
+
+def test_another_source_than_the_output_came_from(make: Callable[[str], Made], tmp_path: Path) -> None:
+    sample, _ = OUTPUTS["slabs"]
+    write_sample(tmp_path / "other", **SMALLEST, **sample, seed=1)
+    verdict = verify(make("slabs").output, source=tmp_path / "other")
+    assert failed_parts(verdict) == {"bytes"}
+    assert len(verdict.failure_lines()) == 21
+
+
+def test_two_ranks_exchanged_are_found(make: Callable[[str], Made], tmp_path: Path) -> None:
+    """No loader can tell: every name, shape and digest is right."""
+    made = make("rank-sliced shared_h_v1")
+    folder = tamper.copy_output(made.output, tmp_path / "copy")
+    one, other = sorted(folder.glob("*-layer-001-rank-*.safetensors"))
+    starts = [read_header(path).data_start for path in (one, other)]
+    heads = [path.read_bytes()[:start] for path, start in zip((one, other), starts, strict=True)]
+    bodies = [path.read_bytes()[start:] for path, start in zip((one, other), starts, strict=True)]
+    tamper.put(one, heads[0] + bodies[1])
+    tamper.put(other, heads[1] + bodies[0])
+    tamper.reseal(folder)
+    verify(folder).check()
+    verdict = made.judge(folder)
+    assert failed_parts(verdict) == {"bytes"}
+    assert "words differ" in lines_of(verdict)
+
+
+def test_nonfinite_values_pass_only_where_the_manifest_owns_up(tmp_path: Path) -> None:
+    sample, choices = OUTPUTS["rank-sliced shared_h_v1"]
+    write_sample(tmp_path / "source", **SMALL, **sample)
+    nan = tamper.with_data(lambda data: b"\x00\x7e" + data[2:])
+    zero = tamper.with_data(lambda data: data[:2] + b"\x00\x00" + data[4:])
+    for pattern, change in (("gate_up_suh", nan), (r"\.2\.up_proj\.svh", nan), (r"\.1\.down_proj\.suh", zero)):
+        tamper.change_tensor(tmp_path / "source", pattern, change)
+    repack(tmp_path / "source", tmp_path / "output", allow_nonfinite=True, **choices)
+    verdict = verify(tmp_path / "output", source=tmp_path / "source")
+    verdict.check()
+    notes = "\n".join(verdict.parts[1].checks["every scale vector is finite"].notes)
+    assert "nan at index 0" in notes
+    assert "1 exact zeros" in notes
+    tamper.reseal(tmp_path / "output", facts={"nonfinite": {}})
+    refused = verify(tmp_path / "output")
+    assert failed_parts(refused) == {"contract"}
+    assert "expected finite, got nan at index 0, 1 in all" in lines_of(refused)
+
+
+def test_folders_that_cannot_be_meant(make: Callable[[str], Made], tmp_path: Path) -> None:
+    made = make("slabs")
+    for source in (made.output, made.output.parent, tmp_path / "nowhere"):
+        with pytest.raises(UsageError):
+            verify(made.output, source=source)
+    with pytest.raises(UsageError):
+        verify(tmp_path / "nowhere")
+    with pytest.raises(UsageError):
+        verify(made.output, reader="r34")
+
+
+def test_a_folder_that_another_command_writes_to_is_not_judged(make: Callable[[str], Made]) -> None:
+    with locked(make("slabs").output), pytest.raises(ResourceError, match="in use"):
+        verify(make("slabs").output)
