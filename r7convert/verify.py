@@ -34,6 +34,8 @@ from r7convert.verify_files import compare_config, compare_files, compare_metada
 Json = Any
 
 DEFAULT_READER = "r28"
+ACCOUNTS = ("kept", "sliced", "joined", "spread", *REENCODED, "dropped")
+"""What may have become of a source tensor."""
 _NO_SEAL = "there is no sound seal to judge by"
 _TASK_TENSORS = 64
 
@@ -109,7 +111,8 @@ def _check_claims(part: Part, facts: Mapping[str, Json], asked: int | None) -> N
     if asked is not None and (target != "r7" or stated is not None):
         check.expect(stated == asked, MANIFEST, "tp of this output", expected=asked, found=stated)
     if target == "rank-sliced":
-        check.expect(facts.get("reader") in READERS, MANIFEST, "reader", expected=" or ".join(READERS), found=facts.get("reader"))
+        known = facts.get("reader", DEFAULT_READER) in READERS
+        check.expect(known, MANIFEST, "reader", expected=" or ".join(READERS), found=facts.get("reader"))
     check.expect(facts.get("partial") is None, MANIFEST, "layers", expected="all of them", found=facts.get("partial"))
 
 
@@ -163,6 +166,8 @@ def _check_accounting(source: Evidence, output: Evidence, done: Compared, droppe
     total = {key: sum(kind.get(key, 0) for kind in kinds.values() if isinstance(kind, dict)) for key in ("tensors", "bytes")}
     true = {"tensors": len(source.tensors), "bytes": sum(entry.nbytes for entry in source.tensors.values())}
     sums.same_json(f"{MANIFEST}: accounting, summed", expected=true, found=total)
+    for kind in kinds:
+        sums.expect(kind in ACCOUNTS, f"{MANIFEST}: accounting", "kind", expected=f"one of {', '.join(ACCOUNTS)}", found=kind)
     counts = {**{kind: done.tallies.get(kind, (0, 0)) for kind in REENCODED}, "dropped": (len(dropped), None)}
     for kind, (count, _) in counts.items():
         found = kinds[kind].get("tensors") if isinstance(kinds.get(kind), dict) else 0

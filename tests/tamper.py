@@ -123,19 +123,23 @@ def one_bit_apart(value: Json) -> Json:
     return 0  # null
 
 
-def json_changes(value: Json, path: tuple[str | int, ...] = ()) -> Iterator[tuple[str, tuple[str | int, ...], str]]:
-    """(class, path, "value" or "key") of every leaf and every key; a class is a path without its numbers, but for short lists,
-    whose elements are fields.
+def json_changes(value: Json, path: tuple[str | int, ...] = (), label: str = "") -> Iterator[tuple[str, tuple[str | int, ...], str]]:
+    """(class, path, "value" or "key") of every leaf and every key. A class is a path without its numbers; the elements of a short
+    list, as [first, last], are classes of their own.
     """
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, inner in items:
         here = (*path, key)
-        label = ".".join(re.sub(r"\d+", "N", part) if isinstance(part, str) else str(part) if part < SHORT_LIST else "N" for part in here)
         if isinstance(key, str):
-            yield f"key {label}", here, "key"
+            part = re.sub(r"\d+", "N", key)
+        else:
+            part = str(key) if len(value) <= SHORT_LIST else "N"
+        name = f"{label}.{part}".lstrip(".")
+        if isinstance(key, str):
+            yield f"key {name}", here, "key"
         if not isinstance(inner, dict | list):
-            yield label, here, "value"
-        yield from json_changes(inner, here)
+            yield name, here, "value"
+        yield from json_changes(inner, here, name)
 
 
 def apply_change(root: Json, path: tuple[str | int, ...], kind: str) -> None:
