@@ -79,8 +79,10 @@ def tensor_storage(checkpoint: Checkpoint, kept: Iterable[str], layers: Sequence
 
     `kept` are the names of carried tensors; `experts_too` adds the routed experts (target exl3).
     """
-    known = dict((checkpoint.quantization_file or {}).get("tensor_storage") or {})
-    known |= (checkpoint.quantization or {}).get("tensor_storage") or {}
+    said = dict((checkpoint.quantization_file or {}).get("tensor_storage") or {})
+    said |= (checkpoint.quantization or {}).get("tensor_storage") or {}
+    carried = set(kept)  # the source's record of an expert that gets shared vectors of its own is no longer true
+    known = {module: record for module, record in said.items() if f"{module}.trellis" in carried}
     tensors = [(name, checkpoint.tensors[name].dtype, checkpoint.tensors[name].shape) for name in kept]
     if experts_too:
         tensors += [tensor for layer in layers for tensor in layer.tensors(0)]
