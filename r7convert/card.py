@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from r7convert.format import PROJECTIONS
@@ -48,9 +48,11 @@ READERS: Mapping[str, tuple[str, str]] = {
 _LOSSLESS = {
     "kept": "carried over byte for byte",
     "sliced": "cut or copied into ranks, every byte kept",
+    "joined": "ranks put together again, every byte kept",
+    "spread": "copied to every expert, every byte kept",
     "lifted": "re-encoded at a higher K, so that an expert has one K",
     "lowered": "re-encoded at a lower K, so that an expert has one K",
-    "encoded": "encoded from 16-bit weights to 6-bit EXL3",
+    "encoded": "encoded from 16-bit weights to EXL3",
     "dropped": "left out by request",
 }
 
@@ -138,55 +140,72 @@ def _opening(manifest: Manifest, base: str | None) -> str:
 
 
 def command_line(facts: Mapping[str, Json]) -> str:
-    """The command that makes such a folder again, without the paths of the machine that made this one."""
+    """The commands that make such a folder again, without the paths of the machine that made this one."""
     words = ["r7convert repack", _source(facts) or "SOURCE", "OUT", f"--target {facts.get('target')}"]
     for name, option in (("tp", "--tp"), ("reader", "--reader"), ("rotation_layout", "--rotation-layout")):
         if facts.get(name) is not None:
             words.append(f"{option} {facts[name]}")
-    policy = facts.get("policy")
-    kind = policy.get("name") if isinstance(policy, dict) else policy
-    if kind in ("lift", "fit"):
-        words.append(f"--mixed-k {kind}")
-    if isinstance(policy, dict) and policy.get("budget") is not None:
-        words.append(f"--budget {policy['budget']}")
-    return " ".join(words)
+    counts = _counts(facts)
+    if counts.get("lifted") or counts.get("lowered"):
+        words.append(f"--mixed-k {'fit' if counts.get('lowered') else 'lift'}")
+    if facts.get("drop_mtp"):
+        words.append("--drop-mtp")
+    lines = [" ".join(words)]
+    if bits := sorted({str(figures.get("bits")) for _, figures in _figures(facts.get("encoded"))}):
+        lines.append(f"r7convert encode-shared OUT --bits {bits[0]}")
+    return "\n".join(lines)
+
+
+def _counts(facts: Mapping[str, Json]) -> dict[str, int]:
+    """Source tensors by what became of them, zeros left out."""
+    accounting = facts.get("accounting")
+    if not isinstance(accounting, dict):
+        return {}
+    counts = {kind: entry.get("tensors") if isinstance(entry, dict) else entry for kind, entry in accounting.items()}
+    return {kind: count for kind, count in counts.items() if isinstance(count, int) and count}
 
 
 def _accounting(facts: Mapping[str, Json]) -> str:
-    counts = facts.get("accounting")
-    counts = {key: n for key, n in counts.items() if isinstance(n, int) and n} if isinstance(counts, dict) else {}
+    counts = _counts(facts)
     if not counts:
         return "The manifest states no accounting."
-    rows = [f"| {key} | {n:,} | {_LOSSLESS.get(key, '')} |" for key, n in counts.items()]
+    rows = [f"| {kind} | {count:,} | {_LOSSLESS.get(kind, '')} |" for kind, count in counts.items()]
     table = "\n".join(
         ["| source tensors | count | |", "|---|---:|---|", *rows, f"| **sum** | **{sum(counts.values()):,}** | every one, once |"]
     )
-    touched = sum(counts.get(key, 0) for key in ("lifted", "lowered", "encoded"))
+    touched = sum(counts.get(kind, 0) for kind in ("lifted", "lowered", "encoded"))
     if not touched:
         return f"{table}\n\nLossless: no weight was decoded or encoded again."
-    figures = [line for line in (_reencoded(facts), _errors(facts)) if line]
-    return "\n\n".join([table, f"{touched:,} tensors were encoded anew; all others are bit for bit the source's.", *figures])
+    words = f"{touched:,} tensors were encoded anew; all others are bit for bit the source's."
+    return "\n\n".join(text for text in (table, words, _error_table(facts)) if text)
 
 
-def _reencoded(facts: Mapping[str, Json]) -> str:
-    changes = facts.get("reencoded")
-    if not isinstance(changes, dict):
+def _error_table(facts: Mapping[str, Json]) -> str:
+    """Relative squared error of what was encoded anew, against what it came from, by the step of K."""
+    steps: dict[str, list[tuple[float, str]]] = {}
+    for fact in ("reencoded", "encoded"):
+        for name, figures in _figures(facts.get(fact)):
+            before, after = figures.get("from"), figures.get("to", figures.get("bits"))
+            step = f"{f'K{before}' if isinstance(before, int) else before} to K{after}"
+            steps.setdefault(step, []).append((float(figures["relative_error"]), name))
+    if not steps:
         return ""
-    steps: Counter[tuple[int, int]] = Counter()
-    for change in changes.values():
-        pair = (change.get("from"), change.get("to")) if isinstance(change, dict) else tuple(change)[:2]
-        if len(pair) == 2 and all(isinstance(k, int) for k in pair):
-            steps[(int(pair[0]), int(pair[1]))] += 1
-    rows = [f"| K{a} to K{b} | {n:,} |" for (a, b), n in sorted(steps.items())]
-    return "\n".join(["| step | matrices |", "|---|---:|", *rows]) if rows else ""
+    rows = []
+    for step, errors in sorted(steps.items()):
+        worst, name = max(errors)
+        rows.append(f"| {step} | {len(errors):,} | {sum(e for e, _ in errors) / len(errors):.3g} | {worst:.3g} (`{name}`) |")
+    return "\n".join(["| step | matrices | mean relative squared error | worst |", "|---|---:|---:|---|", *rows])
 
 
-def _errors(facts: Mapping[str, Json]) -> str:
-    errors = facts.get("errors")
-    if not isinstance(errors, dict):
-        return ""
-    rows = [f"| {name.replace('_', ' ')} | {value:.3g} |" for name, value in errors.items() if isinstance(value, (int, float))]
-    return "\n".join(["| relative squared error | |", "|---|---:|", *rows]) if rows else ""
+def _figures(value: Json, name: str = "") -> Iterator[tuple[str, Mapping[str, Json]]]:
+    """(matrix, figures) of everything in a manifest fact that states a relative error, however deep."""
+    if not isinstance(value, dict):
+        return
+    if isinstance(value.get("relative_error"), (int, float)):
+        yield name, value
+        return
+    for key, inner in value.items():
+        yield from _figures(inner, str(key))
 
 
 def _census(census: Census) -> str:

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from r7convert.cli_options import AsJson, DryRun, Quiet, Reader, Source, Target, Verbose, local_folder, parse_layers
+from r7convert.cli_options import AsJson, DryRun, Quiet, Reader, SourceOrRepo, Target, Verbose, parse_layers, parse_size
+from r7convert.errors import UsageError, complain
 from r7convert.terminal import Terminal, format_table, in_bytes, wrap
 
 if TYPE_CHECKING:
     from r7convert.repack import Repacked
+    from r7convert.stream import Streamed
     from r7convert.verdict import Verdict
 
 
 def repack(
-    source: Source,
+    source: SourceOrRepo,
     output: Annotated[Path, typer.Argument(metavar="OUT", help="A new folder, or one of an unfinished run.", show_default=False)],
     target: Annotated[Target, typer.Option(help="Who is to read it.", show_default=False)],
     tp: Annotated[int | None, typer.Option(help="Ranks of the server, for the sliced targets.", show_default=False)] = None,
@@ -38,32 +40,70 @@ def repack(
     allow_nonfinite: Annotated[
         bool, typer.Option("--allow-nonfinite", help="Copy NaN and Inf in vectors, and mark them in the manifest.")
     ] = False,
+    stream: Annotated[bool, typer.Option("--stream", help="From the Hub: fetch a file, convert it, drop it.")] = False,
+    max_disk: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="With --stream: bytes of fetched files at most, such as 40GB.", show_default=False)
+    ] = None,
+    push_as_you_go: Annotated[
+        str | None, typer.Option(metavar="REPO", help="With --stream: finished weights go there and from this disk.", show_default=False)
+    ] = None,
+    private: Annotated[bool, typer.Option("--private", help="With --push-as-you-go: a new repository is private.")] = False,
+    create_pr: Annotated[bool, typer.Option("--create-pr", help="With --push-as-you-go: into a pull request.")] = False,
     as_json: AsJson = False,
     quiet: Quiet = False,
     verbose: Verbose = False,
 ) -> None:
     """Convert a checkpoint for another reader. Repeat the command to finish a run that was cut short."""
-    from r7convert.repack import repack as convert
+    from r7convert.address import parse_address, parse_repo
 
     terminal = Terminal(as_json=as_json, quiet=quiet, verbose=verbose)
-    done = convert(
-        local_folder(source),
+    place = parse_address(source)
+    choices: dict[str, Any] = {
+        "target": target,
+        "tp": tp,
+        "reader": reader,
+        "rotation_layout": rotation_layout,
+        "mixed_k": mixed_k,
+        "layers": parse_layers(layers),
+        "drop_mtp": drop_mtp,
+    }
+    common: dict[str, Any] = {"dry_run": dry_run, "restart": restart, "allow_nonfinite": allow_nonfinite, "progress": terminal.progress()}
+    if isinstance(place, Path):
+        for option, given in (("--stream", stream), ("--max-disk", max_disk), ("--push-as-you-go", push_as_you_go)):
+            if given:
+                raise UsageError(complain(option, "for a repository of the Hub", expected="org/name", found=source))
+        from r7convert.repack import repack as convert
+
+        done = convert(place, output, threads=threads, link=link, **choices, **common)
+        terminal.result(done.to_json(), _repack_lines(done, verbose))
+        return
+    if not stream and not dry_run:
+        do = f"Use --stream, or first: r7convert download {place} DIR."
+        raise UsageError(complain(source, "a repository of the Hub", expected="a folder", do=do))
+    from r7convert.hub import tame_client
+    from r7convert.stream import stream as convert_streamed
+
+    tame_client(quiet=quiet)
+    streamed = convert_streamed(
+        place,
         output,
-        target=target,
-        tp=tp,
-        reader=reader,
-        rotation_layout=rotation_layout,
-        mixed_k=mixed_k,
-        layers=parse_layers(layers),
-        threads=threads,
-        link=link,
-        dry_run=dry_run,
-        restart=restart,
-        drop_mtp=drop_mtp,
-        allow_nonfinite=allow_nonfinite,
-        progress=terminal.progress(),
+        max_disk_bytes=parse_size("--max-disk", max_disk),
+        push_to=parse_repo(push_as_you_go) if push_as_you_go is not None else None,
+        private=private,
+        create_pr=create_pr,
+        **choices,
+        **common,
     )
-    terminal.result(done.to_json(), _repack_lines(done, verbose))
+    terminal.result(streamed.to_json(), _stream_lines(streamed, verbose))
+
+
+def _stream_lines(streamed: Streamed, verbose: bool) -> Iterator[str]:
+    yield from (f"note: {line}" for note in streamed.notes for line in wrap(note))
+    yield from _repack_lines(streamed.repacked, verbose)
+    if not streamed.repacked.dry_run:
+        yield f"at most {in_bytes(streamed.peak_bytes)} on disk besides what stays"
+    if streamed.url is not None:
+        yield streamed.url
 
 
 def _repack_lines(done: Repacked, verbose: bool) -> Iterator[str]:

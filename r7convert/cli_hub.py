@@ -16,6 +16,7 @@ from r7convert.terminal import Terminal, in_bytes
 
 if TYPE_CHECKING:
     from r7convert.address import Repo
+    from r7convert.convert import Converted
     from r7convert.download import Downloaded
     from r7convert.fix_hub import FixedHub
     from r7convert.push import Pushed
@@ -130,6 +131,42 @@ def _fix_lines(result: FixedHub) -> Iterator[str]:
         yield result.url
 
 
+def convert(
+    recipe: Annotated[str, typer.Argument(metavar="RECIPE", help="A .toml file, or the name of one that comes along.", show_default=False)],
+    work: Annotated[Path | None, typer.Option(metavar="DIR", help="Where everything goes; else a folder of its name.")] = None,
+    source: Annotated[
+        str | None, typer.Option(metavar="SRC", help="A folder or org/name@commit, for a recipe that names none.", show_default=False)
+    ] = None,
+    restart: Annotated[bool, typer.Option("--restart", help="Discard what an earlier run left in DIR.")] = False,
+    dry_run: DryRun = False,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
+) -> None:
+    """Run a whole chain from a recipe. Download, repack, encode-shared, verify, push; repeat it to resume."""
+    from r7convert.address import parse_address
+    from r7convert.convert import convert as run
+    from r7convert.recipe import find_recipe, read_recipe
+
+    terminal = _terminal(as_json, quiet, verbose)
+    path = find_recipe(recipe)
+    given = parse_address(source) if source is not None else None
+    place = work if work is not None else Path(path.stem)
+    done = run(read_recipe(path), place, source=given, restart=restart, dry_run=dry_run, progress=_progress(terminal))
+    terminal.result(done.to_json(), _convert_lines(done))
+
+
+def _convert_lines(done: Converted) -> Iterator[str]:
+    yield done.title
+    for name, said in done.stages.items():
+        facts = ", ".join(f"{key} {in_bytes(v) if key.endswith('bytes') else v}" for key, v in (said or {}).items())
+        yield f"  {name}: {facts}".rstrip(": ")
+    if done.dry_run:
+        yield "nothing was touched"
+    else:
+        yield done.url or str(done.output)
+
+
 # ---- arguments --------------------------------------------------------------------------------------------------------
 
 
@@ -163,4 +200,4 @@ class _Talk(Progress):
         self._terminal.say(line)
 
 
-COMMANDS: tuple[Callable[..., None], ...] = (download, push, fix_hub)
+COMMANDS: tuple[Callable[..., None], ...] = (download, push, fix_hub, convert)

@@ -62,3 +62,16 @@ def parse_layers(text: str | None) -> tuple[int, int] | None:
     if match is None or int(match[2] or match[1]) < int(match[1]):
         raise UsageError(complain("--layers", "range", expected="A or A-B, ascending", found=repr(text)))
     return int(match[1]), int(match[2] or match[1])
+
+
+def parse_size(option: str, text: str | None) -> int | None:
+    """ "40GB", "1.5 TB", "500000000" or "12GiB" in bytes; decimal units as disks and the Hub count.
+
+    Raises:  UsageError.
+    """
+    if text is None:
+        return None
+    match = re.fullmatch(r"(\d{1,15}(?:\.\d{1,6})?)\s*([kKMGT]?)(i?)[bB]?", text.strip())
+    if match is None or (match[3] and not match[2]):
+        raise UsageError(complain(option, "size", expected="bytes, or such as 40GB", found=repr(text)))
+    return int(float(match[1]) * (1024 if match[3] else 1000) ** " KMGT".index(match[2].upper() or " "))

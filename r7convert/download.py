@@ -204,7 +204,7 @@ def _fetch_all(snapshot: Snapshot, todo: Sequence[HubFile], folder: Path, journa
         futures: dict[Future[FileRecord], str] = {}
         try:
             for file in sorted(todo, key=lambda f: f.size):
-                futures[pool.submit(_fetch, snapshot, file, folder, bar)] = file.name
+                futures[pool.submit(fetch_file, snapshot, file, folder, bar)] = file.name
             for future in as_completed(futures):
                 journal.record(futures[future], future.result())
         except BaseException:
@@ -217,8 +217,11 @@ def _fetch_all(snapshot: Snapshot, todo: Sequence[HubFile], folder: Path, journa
     progress.finish()
 
 
-def _fetch(snapshot: Snapshot, file: HubFile, folder: Path, bar: type) -> FileRecord:
-    """One file, proven. Bytes that differ from the listing are thrown away and fetched once more."""
+def fetch_file(snapshot: Snapshot, file: HubFile, folder: Path, bar: type) -> FileRecord:
+    """One file into `folder`, proven. Bytes that differ from the listing are thrown away and fetched once more.
+
+    Raises:  NetworkError, FormatError (a pointer), ResourceError; whatever `bar` raises to end the transfer.
+    """
     from huggingface_hub import hf_hub_download
 
     where = f"{snapshot.repo}: {file.name}"

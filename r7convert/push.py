@@ -92,7 +92,9 @@ def push(
     progress = progress or Progress()
     parcel = pack(folder, repo.id)
     before = find_repo(repo.id)
-    _check_destination(parcel, repo, before, private=private, create_pr=create_pr, tag=tag)
+    check_destination(repo, before, private=private, create_pr=create_pr)
+    if tag is not None and before is not None:
+        _check_tag(parcel, repo.id, tag)
     if dry_run:
         return _rehearse(parcel, repo, before, create_pr=create_pr, replace=replace, tag=tag)
     title = f"r7convert {parcel.seal[:12]}" if create_pr else None
@@ -148,7 +150,7 @@ def pack(folder: Path, repo: str) -> Parcel:
     outgoing.append(Outgoing.of_bytes(CARD, make_card(folder, repo, manifest, verdict)))
     weights = tuple(file for file in outgoing if file.name.endswith(SHARD))
     rest = tuple(file for file in outgoing if not file.name.endswith(SHARD))
-    _check_no_secrets(rest, folder)
+    check_no_secrets(rest, folder)
     return Parcel(folder, seal, weights, rest)
 
 
@@ -160,7 +162,7 @@ def make_card(folder: Path, repo: str, manifest: Manifest, verdict: Json) -> byt
     return render_card(repo, manifest, verdict, before, census).encode()
 
 
-def _check_no_secrets(files: Sequence[Outgoing], folder: Path) -> None:
+def check_no_secrets(files: Sequence[Outgoing], folder: Path) -> None:
     """Raises:  VerifyError if a file that r7convert wrote tells a token or where on this machine it was made."""
     private = [str(place).encode() for place in (Path.home(), folder.resolve()) if len(str(place)) > 5]
     if token := os.environ.get("HF_TOKEN"):
@@ -205,15 +207,14 @@ def check_remote(parcel: Parcel, head: Snapshot) -> None:
     bad.check(VerifyError)
 
 
-def _check_destination(parcel: Parcel, repo: Repo, before: Snapshot | None, *, private: bool, create_pr: bool, tag: str | None) -> None:
+def check_destination(repo: Repo, before: Snapshot | None, *, private: bool, create_pr: bool) -> None:
+    """Raises:  UsageError for wishes that contradict each other or what is there."""
     if create_pr and repo.revision is not None:
         raise UsageError(complain("--create-pr", "a pull request goes to the default branch", do="Drop --revision or --create-pr."))
     if create_pr and before is None:
         raise UsageError(complain(repo.id, "no such repository", do="Push without --create-pr to make it."))
     if before is not None and private and not before.private:
         raise UsageError(complain(repo.id, "visibility", expected="private", found="public", do="Change it on the Hub, or drop --private."))
-    if tag is not None and before is not None:
-        _check_tag(parcel, repo.id, tag)
 
 
 def check_vacant(parcel: Parcel, head: Snapshot, ref: str) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 from r7convert.address import Repo
 from r7convert.checkpoint import INDEX, SHARD
+from r7convert.download import OTHER_WEIGHTS, PICTURES
 from r7convert.errors import FormatError, Offences, complain
 from r7convert.hub import Snapshot, read_range, read_snapshot, read_whole
 from r7convert.source import collect
@@ -24,6 +25,7 @@ MOST_FETCHED_BYTES = 30_000_000
 CONNECTIONS = 8
 PREFIX_BYTES = 64  # the length word, and enough to know a pointer by
 # What a checkpoint's headers are checked against; everything else of a repository is left where it is.
+_UNWANTED = tuple(OTHER_WEIGHTS | PICTURES)
 _READ_BEFORE = ("config.json", "quantization_config.json", "hf_quant_config.json")
 
 
@@ -38,7 +40,9 @@ class RemoteSource:
         self.repo: str | None = self.snapshot.repo
         self.commit: str | None = self.snapshot.commit
         self.where = f"{self.snapshot.repo}@{self.snapshot.commit[:12]}"
-        self.left_out: Sequence[str] = tuple(name for name in self.snapshot.files if name.startswith("."))
+        # The files that `download` would bring, so that both ways end in the same folder.
+        self._names = [name for name in sorted(self.snapshot.files) if not name.startswith(".") and not name.lower().endswith(_UNWANTED)]
+        self.left_out: Sequence[str] = tuple(sorted(set(self.snapshot.files) - set(self._names)))
         self.notes: list[str] = []
         self.fetched_bytes = 0
         self._most_bytes = most_bytes
@@ -51,8 +55,7 @@ class RemoteSource:
     def sizes(self) -> Mapping[str, int]:
         """Bytes of every file, less what the bound leaves no room to read."""
         if self._sizes is None:
-            sizes = {name: file.size for name, file in sorted(self.snapshot.files.items()) if not name.startswith(".")}
-            self._sizes = self._within_bound(sizes)
+            self._sizes = self._within_bound({name: self.snapshot.files[name].size for name in self._names})
         return self._sizes
 
     def json(self, name: str) -> Json:

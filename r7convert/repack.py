@@ -16,7 +16,7 @@ from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from r7convert import __version__, policy
 from r7convert.card import CARD
@@ -28,7 +28,7 @@ from r7convert.plan import Plan, fingerprint, plan_repack
 from r7convert.progress import Progress
 from r7convert.rules import SLICED, Choose
 from r7convert.slab_layout import SIDECAR
-from r7convert.source import Folder, Payload
+from r7convert.source import Folder, Payload, Step
 from r7convert.store import PARTIAL, STATE_DIR, FileRecord, check_disjoint, check_free_space, read_json, write_json
 from r7convert.targets import TIER_MAP
 
@@ -145,16 +145,17 @@ def execute(
     restart: bool = False,
     allow_nonfinite: bool = False,
     recoder: Recoder | None = None,
+    outlet: Outlet | None = None,
     progress: Progress | None = None,
 ) -> Repacked:
-    """Carry a plan out, reading payload wherever it comes from.
+    """Carry a plan out, reading payload wherever it comes from; finished files stay, unless an outlet takes them.
 
     Raises:  as `repack`; UnsupportedError for a plan that encodes matrices again and no recoder.
     """
     if plan.reencoded and recoder is None:
         do = "This needs the encoder: see --mixed-k."
         raise UnsupportedError(complain("plan", "matrices to encode again", expected=0, found=plan.reencoded, do=do))
-    run = _Run(plan, payload, output, link, allow_nonfinite, recoder, progress or Progress())
+    run = _Run(plan, payload, output, link, allow_nonfinite, recoder, outlet, progress or Progress())
     if not restart and (sealed := run.sealed_before()) is not None:
         return sealed
     run.check_output(restart=restart)
@@ -186,6 +187,25 @@ def plan_facts(plan: Plan) -> dict[str, Json]:
     }
 
 
+class Outlet(Protocol):
+    """Where finished files go that do not stay in the output folder."""
+
+    def has(self, name: str, record: FileRecord) -> bool:
+        """True if that very file has gone there."""
+
+    def send(self, files: Mapping[str, FileRecord]) -> None:
+        """Take over files that stand finished in the output folder; those that went may be gone from it."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """What makes some output files, and from which source files."""
+
+    outputs: tuple[str, ...]
+    inputs: tuple[str, ...]
+    run: Callable[[], Results]
+
+
 class _Run:
     """One conversion on its way: the plan, where it comes from and goes to, and what all its parts need to know."""
 
@@ -197,6 +217,7 @@ class _Run:
         link: bool,
         allow_nonfinite: bool,
         recoder: Recoder | None,
+        outlet: Outlet | None,
         progress: Progress,
     ) -> None:
         self.plan = plan
@@ -205,6 +226,7 @@ class _Run:
         self.link = link
         self.allow_nonfinite = allow_nonfinite
         self.recoder = recoder
+        self.outlet = outlet
         self.progress = progress
         self.facts = {**plan_facts(plan), "allow_nonfinite": allow_nonfinite}
         self.fingerprint = {"tool": TOOL, **self.facts, "files": payload.identity()}
@@ -242,10 +264,15 @@ class _Run:
 
     def check_room(self) -> None:
         """Raises:  ResourceError. Files that are done, and those a restart will remove, count as room."""
-        shards = 0 if self.link else sum(shard.size for shard in self.plan.shards)
-        layers = sum(len(layer.files) * (layer.file_nbytes + HEADER_ROOM) for layer in self.plan.layers)
+        if self.outlet is not None:
+            return  # they do not stay; whoever takes them knows how much may stand here
         there = sum(path.stat().st_size for name in self.output_names() if (path := self.output / name).is_file())
-        check_free_space(self.output, max(0, shards + layers - there))
+        check_free_space(self.output, max(0, sum(self._rooms().values()) - there))
+
+    def _rooms(self) -> dict[str, int]:
+        """Weights by name -> bytes at most."""
+        rooms = {} if self.link else {shard.file: shard.size for shard in self.plan.shards}
+        return rooms | {name: layer.file_nbytes + HEADER_ROOM for layer in self.plan.layers for name in layer.files}
 
     def output_names(self) -> list[str]:
         """Every file this run will have written but the seal."""
@@ -276,34 +303,49 @@ class _Run:
         Raises:  the first error of any of them, once all have stopped.
         """
         stop = threading.Event()
-        todo = [(names, job) for names, job in self._jobs(stop) if not all(journal.is_done(self.output, name) for name in names)]
-        names_todo = {name for names, _ in todo for name in names}
+        if self.outlet is not None:
+            self.outlet.send({name: record for name, record in journal.done.items() if journal.is_done(self.output, name)})
+        todo = [job for job in self._jobs(stop) if not all(self._is_done(journal, name) for name in job.outputs)]
+        names_todo = {name for job in todo for name in job.outputs}
         self.progress.start(self._bytes_of(names_todo), "repack")
+        rooms = self._rooms()
+        self.payload.prepare([Step(job.inputs, {name: rooms.get(name, 0) for name in job.outputs}) for job in todo])
         with ThreadPoolExecutor(threads) as pool:
-            futures = [pool.submit(job) for _, job in todo]
+            futures = [pool.submit(job.run) for job in todo]
             waiting = set(futures)
             try:
                 while waiting:
                     done, waiting = wait(waiting, return_when=FIRST_COMPLETED)
                     for future in done:
-                        for name, (record, facts) in future.result().items():
+                        results = future.result()
+                        for name, (record, facts) in results.items():
                             journal.record(name, record, facts)
+                        if self.outlet is not None:
+                            self.outlet.send({name: record for name, (record, _) in results.items()})
             except BaseException:
                 stop.set()
+                self.payload.abandon()
                 for future in futures:
                     future.cancel()
                 raise
         return len(self.output_names()) - len(self._json_files()) - len(names_todo)
 
-    def _jobs(self, stop: threading.Event) -> Iterator[tuple[tuple[str, ...], Callable[[], Results]]]:
-        """(files, what makes them), largest kinds first so that threads end together."""
+    def _is_done(self, journal: Journal, name: str) -> bool:
+        record = journal.done.get(name)
+        return journal.is_done(self.output, name) or (record is not None and self.outlet is not None and self.outlet.has(name, record))
+
+    def _jobs(self, stop: threading.Event) -> Iterator[_Job]:
+        """Largest kinds first, so that threads end together."""
         for shard in sorted(self.plan.shards, key=lambda shard: -shard.size):
-            yield (shard.file,), partial(self._job, stop, partial(write_shard, shard, self.payload, link=self.link), shard.file)
+            write: Write = partial(write_shard, shard, self.payload, link=self.link)
+            yield _Job((shard.file,), (shard.file,), partial(self._job, stop, write, shard.file))
         for layer in self.plan.layers:
             write = partial(write_layer, layer, self.payload, recoder=self.recoder)
-            yield layer.files, partial(self._job, stop, write, f"layer {layer.layer}", layer.layer if layer.reencoded else None)
+            inputs = tuple(sorted({entry.file for entry in layer.source.tensors.values()}))
+            recoded = layer.layer if layer.reencoded else None
+            yield _Job(layer.files, inputs, partial(self._job, stop, write, f"layer {layer.layer}", recoded))
         for name in self.plan.files:
-            yield (name,), partial(self._job, stop, partial(copy_file, name, self.payload), name)
+            yield _Job((name,), (name,), partial(self._job, stop, partial(copy_file, name, self.payload), name))
 
     def _job(self, stop: threading.Event, write: Write, what: str, recoded_layer: int | None = None) -> Results:
         """Run one job; what it found goes with its first file."""

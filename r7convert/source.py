@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ParamSpec, Protocol, TypeVar
 
@@ -39,11 +40,25 @@ class Source(Protocol):
         """A range of payload, for the few small reads a plan makes."""
 
 
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What one job of a run reads, whole files by name, and what it writes: name -> bytes at most."""
+
+    inputs: tuple[str, ...]
+    outputs: Mapping[str, int]
+
+
 class Payload(Protocol):
     """Files of payload on this machine. One that has to be fetched first appears at `acquire`, and may go after `release`."""
 
     def identity(self) -> Json:
         """What an unfinished run compares, so that it never goes on with another source."""
+
+    def prepare(self, steps: Sequence[Step]) -> None:
+        """What will be acquired, in the order in which the run begins its jobs."""
+
+    def abandon(self) -> None:
+        """The run has failed: nobody waits any longer."""
 
     def acquire(self, name: str) -> Path:
         """The file, complete. Every acquire is followed by a release."""
@@ -109,6 +124,12 @@ class Folder:
     def identity(self) -> Json:
         """Sizes and times: two checkpoints of one shape have equal headers, and only their payload differs."""
         return hashlib.sha256(repr(sorted(self._stamps.items())).encode()).hexdigest()
+
+    def prepare(self, steps: Sequence[Step]) -> None:
+        pass
+
+    def abandon(self) -> None:
+        pass
 
     def acquire(self, name: str) -> Path:
         """Raises:  FormatError if the file is another than when the folder was listed."""

@@ -68,6 +68,7 @@ class Fault:
     pattern: str
     times: int = 1
     skip: int = 0  # let that many matching requests pass first
+    ranged: bool | None = None  # only requests with, or without, a Range header
     status: int | None = None  # answer with this status instead
     headers: dict[str, str] = field(default_factory=dict)
     cut: int | None = None  # send that many body bytes, then drop the connection
@@ -288,7 +289,8 @@ class _Handler(BaseHTTPRequestHandler):
     def _next_fault(self, path: str) -> Fault | None:
         with self.hub.lock:
             for fault in self.hub.faults:
-                if fault.times > 0 and re.search(fault.pattern, f"{self.command} {path}"):
+                is_met = fault.ranged in (None, "Range" in self.headers) and re.search(fault.pattern, f"{self.command} {path}")
+                if fault.times > 0 and is_met:
                     if fault.skip:
                         fault.skip -= 1
                         return None

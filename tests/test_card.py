@@ -95,19 +95,20 @@ def test_census_picture_has_a_mark_a_layer() -> None:
 
 
 def test_figures_of_what_was_encoded_anew() -> None:
-    card = render_card(
-        "org/out",
-        manifest(
-            reencoded={"a": [3, 4], "b": [3, 4], "c": [4, 3]}, errors={"mean_of_lifted": 0.0218}, policy={"name": "fit", "budget": "3.6bpw"}
-        ),
-        VERDICT,
-        "",
-        CENSUS,
-    )
-    assert "| K3 to K4 | 2 |" in card
-    assert "| K4 to K3 | 1 |" in card
-    assert "| mean of lifted | 0.0218 |" in card
-    assert "--mixed-k fit --budget 3.6bpw" in card
+    reencoded = {
+        "layer-3": {"m.a": {"from": 3, "to": 4, "relative_error": 0.004}, "m.b": {"from": 3, "to": 4, "relative_error": 0.006}},
+        "layer-4": {"m.c": {"from": 4, "to": 3, "relative_error": 0.0174}},
+    }
+    encoded = {"m.shared": {"from": "bfloat16", "bits": 6, "relative_error": 0.00032}}
+    accounting = {"kept": {"tensors": 9, "bytes": 1}, "lifted": {"tensors": 2, "bytes": 1}, "lowered": {"tensors": 1, "bytes": 1}}
+    made = manifest(reencoded=reencoded, encoded=encoded, accounting=accounting | {"encoded": {"tensors": 1, "bytes": 9}})
+    card = render_card("org/out", made, VERDICT, "", CENSUS)
+    assert "| **sum** | **13** |" in card
+    assert "4 tensors were encoded anew" in card
+    assert "| K3 to K4 | 2 | 0.005 | 0.006 (`m.b`) |" in card
+    assert "| K4 to K3 | 1 | 0.0174 | 0.0174 (`m.c`) |" in card
+    assert "| bfloat16 to K6 | 1 | 0.00032 |" in card
+    assert "--mixed-k fit\nr7convert encode-shared OUT --bits 6" in card
 
 
 def test_lossless_is_said_only_where_it_is() -> None:
