@@ -37,6 +37,10 @@ def main(root: Path) -> int:
     run("sample", one_k, "--mode", "uniform", "--tail-tp", "2")
     convert(one_k, root / "stock", "rank-sliced", tp=4)
 
+    tell("Servers encode BF16 shared experts at every start. Once is enough; verify then judges the encoded ones too.")
+    run("encode-shared", root / "stock", "--device", "cpu")
+    run("verify", root / "stock", "--source", one_k, "--tp", 4)
+
     tell("What a slab reader does at start: map a layer's tables, without a copy.")
     show_slabs(root / "slabs", layer=3, rank=0)
     tell(f"Done in {time.monotonic() - began:.0f} s. The folders are in {root}.")

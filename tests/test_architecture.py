@@ -83,6 +83,7 @@ LEVELS = {
     "cli": 11,
     "__init__": 12,
     "__main__": 12,
+    "cli_encode": 9,
 }
 
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 import ast
 import json
 import os
+import re
 import resource
 import signal
 import subprocess
@@ -118,9 +119,24 @@ def test_repack_and_verify(tmp_path: Path) -> None:
     assert "tp of this output: expected 4, got 2" in wrong.stderr
 
 
+def test_encode_shared(tmp_path: Path) -> None:
+    source, out = tmp_path / "s", tmp_path / "o"
+    invoke("sample", source, "--hidden", 128, "--intermediate", 128, "--layers", 4, "--mtp", "none", "--experts", 2)
+    invoke("repack", source, out, "--target", "slabs", "--tp", 1)
+    job = ("encode-shared", out, "--device", "cpu")
+    planned, _ = invoke(*job, "--dry-run")
+    assert re.fullmatch(r"would encode 98.3 kB -> 38.4 kB on cpu, in about \d+ s; nothing was touched\n", planned)
+    done, _ = invoke(*job)
+    assert done.count("model.layers.3.mlp.shared_experts.") == 3
+    assert "3 matrices at K6" in done
+    assert "nothing to encode" in invoke(*job)[0]
+    assert json.loads(invoke("verify", out, "--source", source, "--json")[0])["ok"]
+
+
 @pytest.mark.parametrize(
     ("words", "code", "text"),
     [
+        (["encode-shared", ".", "--bits", "9"], 2, "error: --bits: K: expected 1 to 8, got 9"),
         (
             ["repack", ".", "o", "--target", "rank-sliced", "--layers", "9-3"],
             2,
