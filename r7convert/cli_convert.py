@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from r7convert.cli_options import AsJson, DryRun, Quiet, Reader, SourceOrRepo, Target, Verbose, parse_layers, parse_size
+from r7convert.cli_options import AsJson, DryRun, Quiet, Reader, SourceOrRepo, Target, Verbose, parse_layers, parse_size, wants_bars
 from r7convert.errors import UsageError, complain
 from r7convert.terminal import Terminal, format_table, in_bytes, wrap
 
@@ -56,8 +56,8 @@ def repack(
     """Convert a checkpoint for another reader. Repeat the command to finish a run that was cut short."""
     from r7convert.address import parse_address, parse_repo
 
-    terminal = Terminal(as_json=as_json, quiet=quiet, verbose=verbose)
     place = parse_address(source)
+    terminal = Terminal(as_json=as_json, quiet=quiet, verbose=verbose, bars=isinstance(place, Path) or wants_bars())
     choices: dict[str, Any] = {
         "target": target,
         "tp": tp,
@@ -67,7 +67,8 @@ def repack(
         "layers": parse_layers(layers),
         "drop_mtp": drop_mtp,
     }
-    common: dict[str, Any] = {"dry_run": dry_run, "restart": restart, "allow_nonfinite": allow_nonfinite, "progress": terminal.progress()}
+    common: dict[str, Any] = {"dry_run": dry_run, "restart": restart, "allow_nonfinite": allow_nonfinite}
+    common["progress"] = terminal.progress()
     if isinstance(place, Path):
         for option, given in (("--stream", stream), ("--max-disk", max_disk), ("--push-as-you-go", push_as_you_go)):
             if given:

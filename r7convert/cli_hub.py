@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import os
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from r7convert.cli_options import AsJson, DryRun, Quiet, Target, Verbose, parse_layers
+from r7convert.cli_options import AsJson, DryRun, Quiet, Target, Verbose, parse_layers, wants_bars
 from r7convert.errors import UsageError, complain
-from r7convert.progress import Progress
 from r7convert.terminal import Terminal, in_bytes
 
 if TYPE_CHECKING:
@@ -49,7 +48,7 @@ def download(
         ignore=ignore or (),
         restart=restart,
         dry_run=dry_run,
-        progress=_progress(terminal),
+        progress=terminal.progress(),
     )
     terminal.result(result.to_json(), _download_lines(result, folder, verbose))
 
@@ -81,14 +80,21 @@ def push(
     from r7convert.address import Repo
     from r7convert.push import push as send
 
-    terminal = _terminal(as_json, quiet, verbose)
+    terminal = _terminal(as_json, quiet, verbose, client_bars=True)
     place = _repo(repo)
     if revision is not None:
         if place.revision is not None:
             raise UsageError(complain(repo, "branch given twice", expected="one of @REV and --revision", found="both"))
         place = Repo(place.id, revision)
     result = send(
-        folder, place, private=private, create_pr=create_pr, replace=replace, tag=tag, dry_run=dry_run, progress=_progress(terminal)
+        folder,
+        place,
+        private=private,
+        create_pr=create_pr,
+        replace=replace,
+        tag=tag,
+        dry_run=dry_run,
+        progress=terminal.progress(),
     )
     terminal.result(result.to_json(), _push_lines(result, verbose))
 
@@ -117,7 +123,7 @@ def fix_hub(
     from r7convert.fix_hub import fix_hub as fix
 
     terminal = _terminal(as_json, quiet, verbose)
-    result = fix(_repo(repo), create_pr=create_pr, target=target, progress=_progress(terminal))
+    result = fix(_repo(repo), create_pr=create_pr, target=target, progress=terminal.progress())
     terminal.result(result.to_json(), _fix_lines(result))
 
 
@@ -152,7 +158,7 @@ def convert(
     path = find_recipe(recipe)
     given = parse_address(source) if source is not None else None
     place = work if work is not None else Path(path.stem)
-    done = run(read_recipe(path), place, source=given, restart=restart, dry_run=dry_run, progress=_progress(terminal))
+    done = run(read_recipe(path), place, source=given, restart=restart, dry_run=dry_run, progress=terminal.progress())
     terminal.result(done.to_json(), _convert_lines(done))
 
 
@@ -176,28 +182,13 @@ def _repo(text: str) -> Repo:
     return parse_repo(text)
 
 
-def _terminal(as_json: bool, quiet: bool, verbose: bool) -> Terminal:
+def _terminal(as_json: bool, quiet: bool, verbose: bool, *, client_bars: bool = False) -> Terminal:
+    """With `client_bars` the Hub's client draws, where there is a terminal to draw on: only it sees an upload's bytes."""
     from r7convert.hub import tame_client
 
-    tame_client(quiet=quiet)
-    return Terminal(as_json=as_json, quiet=quiet, verbose=verbose)
-
-
-def _progress(terminal: Terminal) -> Progress:
-    """Ours in place of the client's bars, and silent where the client's variable asks for silence."""
-    if os.environ.get("HF_HUB_DISABLE_PROGRESS_BARS", "").upper() in ("1", "ON", "YES", "TRUE"):
-        return _Talk(terminal)
-    return terminal.progress()
-
-
-class _Talk(Progress):
-    """No bars and no lines of progress, but what a stage has to say."""
-
-    def __init__(self, terminal: Terminal) -> None:
-        self._terminal = terminal
-
-    def say(self, line: str) -> None:
-        self._terminal.say(line)
+    bars = client_bars and sys.stderr.isatty() and wants_bars() and not quiet
+    tame_client(quiet=quiet, bars=bars)
+    return Terminal(as_json=as_json, quiet=quiet, verbose=verbose, bars=wants_bars() and not bars)
 
 
 COMMANDS: tuple[Callable[..., None], ...] = (download, push, fix_hub, convert)

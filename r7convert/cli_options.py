@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -62,6 +63,11 @@ def parse_layers(text: str | None) -> tuple[int, int] | None:
     if match is None or int(match[2] or match[1]) < int(match[1]):
         raise UsageError(complain("--layers", "range", expected="A or A-B, ascending", found=repr(text)))
     return int(match[1]), int(match[2] or match[1])
+
+
+def wants_bars() -> bool:
+    """False where huggingface_hub's own variable asks commands of the network for silence."""
+    return os.environ.get("HF_HUB_DISABLE_PROGRESS_BARS", "").upper() not in ("1", "ON", "YES", "TRUE")
 
 
 def parse_size(option: str, text: str | None) -> int | None:

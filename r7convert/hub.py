@@ -256,14 +256,14 @@ def redact(text: str) -> str:
     return re.sub(rf"\b{re.escape(host)}\b", "host", text) if host and host != "localhost" else text
 
 
-def tame_client(*, quiet: bool) -> None:
-    """Our progress in place of the client's bars; its warnings redacted, for they print signed URLs, and none with `quiet`.
-    Its own variables go first.
+def tame_client(*, quiet: bool, bars: bool = False) -> None:
+    """Our progress in place of the client's bars, unless `bars`; its warnings redacted, for they print signed URLs, and none
+    with `quiet`. Its own variables go first.
     """
     from huggingface_hub.utils import disable_progress_bars
     from huggingface_hub.utils import logging as client_logging
 
-    if os.environ.get("HF_HUB_DISABLE_PROGRESS_BARS") is None:
+    if os.environ.get("HF_HUB_DISABLE_PROGRESS_BARS") is None and not bars:
         disable_progress_bars()
     if os.environ.get("HF_DEBUG"):
         return

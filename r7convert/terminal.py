@@ -28,15 +28,18 @@ _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, 
 class Terminal:
     """The three switches every command has: `as_json` turns results into JSON, `quiet` silences talk, `verbose` adds to it."""
 
-    def __init__(self, *, as_json: bool = False, quiet: bool = False, verbose: bool = False) -> None:
+    def __init__(self, *, as_json: bool = False, quiet: bool = False, verbose: bool = False, bars: bool = True) -> None:
         self.as_json = as_json
         self.quiet = quiet
+        self.bars = bars
         self.verbose = verbose and not quiet
 
     def progress(self) -> Progress:
-        """What a stage is given: silent, a bar on a terminal, whole lines on a pipe."""
+        """What a stage is given: silent, a bar on a terminal, whole lines on a pipe; without `bars` only what it has to say."""
         if self.quiet:
             return Progress()
+        if not self.bars:
+            return Talk(sys.stderr)
         if sys.stderr.isatty():
             return Bar(sys.stderr)
         return Lines(sys.stderr)
@@ -55,6 +58,16 @@ class Terminal:
 
 
 # ---- progress ---------------------------------------------------------------------------------------------------------
+
+
+class Talk(Progress):
+    """No progress, only talk: where somebody else draws, or a variable asks for silence."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def say(self, line: str) -> None:
+        print(line, file=self._stream)
 
 
 class Bar(Progress):

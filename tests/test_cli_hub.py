@@ -192,3 +192,36 @@ def test_errors(server: HubServer, tmp_path: Path, words: list[str], code: int, 
     done = run(server, tmp_path, *words, code=code)
     assert done.stderr.startswith(text)
     assert done.stdout == ""
+
+
+def test_inspect_and_dry_run_of_a_repository_read_headers_alone(server: HubServer, folder: Path, tmp_path: Path) -> None:
+    files = {p.name: p.read_bytes() for p in folder.iterdir() if p.name not in ("MANIFEST.json", "VERDICT.json")}
+    commit = server.add_repo(REPO, files)
+    said = json.loads(run(server, tmp_path, "inspect", f"{REPO}@{commit}", "--json").stdout)
+    assert said["source"]["commit"] == commit
+    plan = json.loads(run(server, tmp_path, "repack", REPO, "out", "--target", "exl3", "--dry-run", "--json").stdout)
+    assert plan["payload_bytes"] > 1e6
+    assert not (tmp_path / "out").exists()
+    assert not [r for r in server.asked("GET /cdn/") if r.range is None]
+    refused = run(server, tmp_path, "repack", REPO, "out", "--target", "exl3", code=2)
+    assert "Use --stream, or first: r7convert download org/glm DIR." in refused.stderr
+
+
+def test_a_stream_that_is_killed_is_finished_by_the_next(server: HubServer, folder: Path, tmp_path: Path) -> None:
+    files = {p.name: p.read_bytes() for p in folder.iterdir() if p.name not in ("MANIFEST.json", "VERDICT.json")}
+    server.add_repo(REPO, files)
+    words = ["repack", REPO, "out", "--target", "exl3", "--stream", "--max-disk", "20MB"]
+    children: list[subprocess.Popen[str]] = []
+    server.faults.append(Fault("GET /cdn/", ranged=False, skip=1, call=lambda: children[0].kill(), seconds=0.2))
+    children.append(start(server, tmp_path, *words))
+    children[0].communicate(timeout=60)
+    assert children[0].returncode == -signal.SIGKILL
+    assert not (tmp_path / "out" / "MANIFEST.json").exists()
+    done = run(server, tmp_path, *words)
+    assert "on disk besides what stays" in done.stdout
+    assert not (tmp_path / "out" / ".r7convert").exists()
+    run(server, tmp_path, "verify", "out")
+    assert run(server, tmp_path, *words[:-1], "20 apples", code=2).stderr.startswith(
+        "error: --max-disk: size: expected bytes, or such as 40GB"
+    )
+    assert "for a repository of the Hub" in run(server, tmp_path, "repack", folder, "x", "--target", "exl3", "--stream", code=2).stderr

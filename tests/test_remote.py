@@ -158,3 +158,25 @@ def _nbytes(dtype: str, shape: list[int]) -> int:
     for n in shape:
         count *= n
     return count * (4 if dtype == "I32" else 2)
+
+
+def test_a_snapshot_of_the_clients_own_cache_is_a_source(hub: HubServer, sample: Path) -> None:
+    from huggingface_hub import snapshot_download
+
+    commit = upload(hub, sample)
+    snapshot = Path(snapshot_download(REPO.id))
+    found = read_checkpoint(snapshot)
+    assert said(found) == said(read_checkpoint(sample))
+    assert (found.source.repo, found.source.commit) == (REPO.id, commit)
+    (snapshot / "r7-experts-layer-003.safetensors").resolve().unlink()
+    with pytest.raises(FormatError, match=r"r7-experts-layer-003\.safetensors: dangling link"):
+        read_checkpoint(snapshot)
+
+
+def test_an_incomplete_snapshot_is_refused_by_name(hub: HubServer, sample: Path) -> None:
+    from huggingface_hub import snapshot_download
+
+    upload(hub, sample)
+    snapshot = Path(snapshot_download(REPO.id, ignore_patterns=["r7-experts-layer-004.safetensors"]))
+    with pytest.raises(FormatError, match=r"r7-experts-layer-004\.safetensors: missing file, named by \d+ index entries"):
+        read_checkpoint(snapshot)
