@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from r7convert import contract_config as config_rules
 from r7convert.contract_layers import Layout, check_free_k, check_layer, check_rank_names, check_slab_tiers, check_stock_k
 from r7convert.contract_slabs import check_pointer, check_sidecar_head, check_slab_layer
-from r7convert.contract_values import check_dense_values, check_layer_values
+from r7convert.contract_values import check_dense_values, check_layer_values, check_shared_experts
 from r7convert.evidence import Evidence, LayerExperts, gather
 from r7convert.findings import Part
 from r7convert.format import PROJECTIONS, R7_K_VALUES, SHARED_H_V1, TAIL_K_VALUES, Geometry, layer_of, parse_geometry
@@ -36,12 +36,15 @@ ALIGNMENT = 8
 
 @dataclass(frozen=True, slots=True)
 class Claims:
-    """What a folder is held to: its target, tp and reader level; `marks` are tensors it owns up to as non-finite."""
+    """What a folder is held to: its target, tp and reader level; `marks` are tensors it owns up to as non-finite, `encoded` the
+    modules that were encoded.
+    """
 
     target: str
     tp: int
     reader: str
     marks: Mapping[str, Json]
+    encoded: Mapping[str, Json]
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +96,8 @@ def check_contract(folder: Path, files: Iterable[str], part: Part, claims: Claim
             part.absorb(found)
             progress.advance(1)
     part.absorb(check_dense_values(evidence, claims.marks))
+    if claims.encoded:
+        part.absorb(check_shared_experts(evidence, claims.encoded))
     part.scope.append(
         f"target {claims.target}, tp {claims.tp}, reader {claims.reader}: {len(evidence.tensors):,} tensors in "
         f"{len(evidence.headers):,} files, {len(layers)} layers of routed experts"

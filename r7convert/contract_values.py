@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -46,6 +46,26 @@ def check_dense_values(evidence: Evidence, marks: Marks) -> Part:
     trellised = {entry.name.rpartition(".")[0] for entry in evidence.carried if entry.name.endswith(".trellis")}
     with part.check("payloads can be read", "reads").collecting(), Payloads(evidence.folder) as payloads:
         _check_entries(payloads, [e for e in evidence.carried if e.name.rpartition(".")[0] in trellised], part, marks)
+    return part
+
+
+def check_shared_experts(evidence: Evidence, encoded: Collection[str]) -> Part:
+    """Gate and up of a shared expert have one suh, so that a reader can fuse them; `encoded` are the modules r7convert encoded.
+
+    Source:  FORMAT.md section 9.
+    """
+    part = Part("contract")
+    check = part.check("shared experts: one suh for gate and up", "pairs")
+    with check.collecting(0), Payloads(evidence.folder) as payloads:
+        for entry in evidence.carried:
+            up = evidence.tensors.get(entry.name.replace(".gate_proj.suh", ".up_proj.suh"))
+            if up is None or up is entry or ".shared_expert" not in entry.name:
+                continue
+            same = up.nbytes == entry.nbytes and np.array_equal(payloads.array(entry), payloads.array(up))
+            if entry.name.removesuffix(".suh") in encoded:
+                check.expect(same, f"{up.file}: {up.name}", "copy", expected=f"that of {entry.name}", found="other values")
+            elif not same:
+                check.note(f"{up.name} is not that of gate_proj: a reader cannot fuse the two")
     return part
 
 

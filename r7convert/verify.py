@@ -90,7 +90,7 @@ def _judge(folder: Path, source: Path | None, tp: int | None, reader: str | None
         compared.why_skipped = "no target to judge by"
     else:
         _check_claims(contract, facts, tp)
-        claims = Claims(target, judged_tp, reader, facts.get("nonfinite") or {})
+        claims = Claims(target, judged_tp, reader, facts.get("nonfinite") or {}, facts.get("encoded") or {})
         output = check_contract(folder, manifest.files, contract, claims, threads=threads, progress=progress)
         if source is None:
             compared.why_skipped = "no source was given"
@@ -129,7 +129,7 @@ def _compare(source_folder: Path, output: Evidence, manifest: Manifest, part: Pa
         for compared in pool.map(lambda task: task(), _tasks(source, output, dropped)):
             done.absorb(compared)
             progress.advance(sum(nbytes for _, nbytes in compared.tallies.values()))
-    _check_accounting(source, output, done, dropped, facts.get("accounting"), part)
+    _check_accounting(source, output, done, dropped, facts, part)
 
     compare_config(source_folder, output.folder, part, nominal=_mean_k(output), last_layer=last_layer)
     compare_metadata(source, output, part)
@@ -151,7 +151,7 @@ def _tasks(source: Evidence, output: Evidence, dropped: set[str]) -> Iterator[Ca
         yield partial(compare_carried, source, output, carried[at : at + _TASK_TENSORS])
 
 
-def _check_accounting(source: Evidence, output: Evidence, done: Compared, dropped: set[str], stated: Json, part: Part) -> None:
+def _check_accounting(source: Evidence, output: Evidence, done: Compared, dropped: set[str], facts: Mapping[str, Json], part: Part) -> None:
     """Every tensor of either folder has its counterpart, and the manifest's sums are those found here."""
     account = part.check("every tensor accounted for, in source and output")
     account.saw(len(source.tensors) + len(output.tensors))
@@ -162,7 +162,10 @@ def _check_accounting(source: Evidence, output: Evidence, done: Compared, droppe
     for name in dropped & done.source_used:
         account.fail(name, "dropped by request, says the manifest", expected="not in the output", found="there")
     sums = part.check("the manifest's accounting is true", "values")
+    stated, named = facts.get("accounting"), facts.get("encoded") or {}
     kinds = stated if isinstance(stated, dict) else {}
+    due = sorted(name.removesuffix(".weight") for name in done.encoded)
+    sums.same_json(f"{MANIFEST}: encoded", expected=due, found=sorted(name for name in named if f"{name}.weight" in source.tensors))
     total = {key: sum(kind.get(key, 0) for kind in kinds.values() if isinstance(kind, dict)) for key in ("tensors", "bytes")}
     true = {"tensors": len(source.tensors), "bytes": sum(entry.nbytes for entry in source.tensors.values())}
     sums.same_json(f"{MANIFEST}: accounting, summed", expected=true, found=total)

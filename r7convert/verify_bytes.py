@@ -22,10 +22,13 @@ CLASSES = {"trellis": "trellis", "suh": "vectors", "svh": "vectors", "mcg": "mar
 
 @dataclass(slots=True)
 class Compared:
-    """One task's findings; `tallies` counts tensors and bytes of the source by class, `used` the names that found their match."""
+    """One task's findings. `tallies` counts tensors and bytes of the source by class; `encoded` are weights that EXL3 tensors stand
+    for; `source_used` and `output_used` are the names that found their match.
+    """
 
     part: Part = field(default_factory=lambda: Part("bytes"))
     tallies: dict[str, tuple[int, int]] = field(default_factory=dict)
+    encoded: set[str] = field(default_factory=set)
     source_used: set[str] = field(default_factory=set)
     output_used: set[str] = field(default_factory=set)
 
@@ -38,6 +41,7 @@ class Compared:
         for name, (count, nbytes) in other.tallies.items():
             before = self.tallies.get(name, (0, 0))
             self.tallies[name] = (before[0] + count, before[1] + nbytes)
+        self.encoded |= other.encoded
         self.source_used |= other.source_used
         self.output_used |= other.output_used
 
@@ -89,6 +93,7 @@ def compare_carried(source: Evidence, output: Evidence, entries: Collection[Tens
             if after is None and (made := _encoded(before, output)):
                 done.source_used.add(before.name)
                 done.output_used |= made
+                done.encoded.add(before.name)
                 done.tally("encoded", [before])
                 continue
             if after is None:
