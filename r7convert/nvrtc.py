@@ -71,7 +71,8 @@ class Kernel:
     """A compiled kernel, loaded, bound to one device."""
 
     def __init__(self, cubin: Cubin, device: torch.device) -> None:
-        from cuda.core import Device, ObjectCode
+        import torch
+        from cuda.core import Device, LaunchConfig, ObjectCode
 
         self.cubin = cubin
         self.device = device
@@ -79,9 +80,14 @@ class Kernel:
         self._code = ObjectCode.from_cubin(cubin.code)
         self._kernel = self._code.get_kernel(cubin.symbol)
         self._shared_bytes = _DEFAULT_SHARED_BYTES
+        has_overlap = hasattr(LaunchConfig, "programmatic_stream_serialization")  # cuda-core 1.2 on
+        self._may_overlap = has_overlap and torch.cuda.get_device_capability(device) >= (9, 0)
 
-    def launch(self, grid: int | tuple[int, ...], block: int, *args: object, shared_bytes: int = 0) -> None:
+    def launch(self, grid: int | tuple[int, ...], block: int, *args: object, shared_bytes: int = 0, overlap: bool = False) -> None:
         """Launch on torch's current stream of the device; returns at once.
+
+        With `overlap`, blocks may be brought up while the kernel before is still ending (sm_90 on); the kernel itself waits, by
+        griddepcontrol.wait, before it reads or writes global memory.
 
         A tensor is passed as its address, an int as 64 bits, a float as 32 bits, numpy scalars as they are. The caller keeps
         tensors alive as for any torch operation: torch's allocator hands memory on in stream order.
@@ -94,6 +100,8 @@ class Kernel:
                 self._allow_shared(shared_bytes)
             stream = _stream(self.device.index, torch.cuda.current_stream(self.device).cuda_stream)
             config = LaunchConfig(grid=grid, block=block, shmem_size=shared_bytes)
+            if overlap and self._may_overlap:
+                config = LaunchConfig(grid=grid, block=block, shmem_size=shared_bytes, programmatic_stream_serialization=True)
             launch(stream, config, self._kernel, *(_argument(a) for a in args))
 
     def _allow_shared(self, shared_bytes: int) -> None:

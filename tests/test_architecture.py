@@ -38,6 +38,8 @@ LEVELS = {
     "checkpoint": 4,
     "kernels": 4,
     "moe": 4,
+    "linear": 4,
+    "product": 3,
     "sample_shape": 4,
     "verdict": 4,
     "seal": 4,

@@ -1,0 +1,322 @@
+"""Routed experts computed from slabs, one layer on one rank: moe_forward is the fused kernel, moe_reference its truth.
+
+    experts = load_experts(open_slabs(folder, layer, rank), "cuda")
+    scratch = torch.empty(moe_scratch_bytes(experts, batch, topk), dtype=torch.uint8, device="cuda")
+    partial = moe_forward(x, topk_ids, topk_weights, experts, scratch=scratch)      # ranks are summed by the caller
+
+The kernels are kernels/moe.cu: five launches that a CUDA graph can capture, no host synchronisation, nothing allocated but
+what the caller leaves out. Without a GPU moe_forward is moe_reference in float16: slow, and the same numbers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from r7convert.codec import BLOCK, Matrix, expert_forward
+from r7convert.errors import FormatError, Offences, UnsupportedError, UsageError, complain
+from r7convert.format import PROJECTIONS
+from r7convert.nvrtc import Kernel, load_kernel
+from r7convert.product import Cut, choose_token_blocks, cut_product, processors
+from r7convert.slabs import Slabs
+
+MAX_TOKENS = 2048
+"""Tokens of one launch; more go in turns. At 64 tokens an expert, what a block takes, a turn decodes nothing twice."""
+MAX_TOPK = 16
+KINDS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+
+
+@dataclass(frozen=True)
+class Experts:
+    """The checked slabs of one layer and rank on one device."""
+
+    slabs: Slabs
+    one_suh: bool  # gate's and up's are the same numbers: x is rotated once
+
+    @property
+    def device(self) -> torch.device:
+        return self.slabs.rotations.device
+
+
+def load_experts(slabs: Slabs, device: torch.device | str) -> Experts:
+    """Check the tables against each other and move them to the device.
+
+    Raises:  UnsupportedError for tiers or sides the kernel does not take; FormatError for tables that contradict each other, by
+             expert and projection.
+    """
+    check_slabs(slabs)
+    moved: dict[str, Any] = {}
+    for field in fields(slabs):
+        value = getattr(slabs, field.name)
+        if isinstance(value, Tensor):
+            moved[field.name] = value.to(device)
+        elif isinstance(value, tuple) and value and isinstance(value[0], Tensor):
+            moved[field.name] = tuple(tensor.to(device) for tensor in value)
+    return Experts(replace(slabs, **moved), torch.equal(slabs.gate_suh, slabs.up_suh))
+
+
+def check_slabs(slabs: Slabs) -> None:
+    """Everything the kernel relies on: it checks nothing itself.
+
+    Raises:  as `load_experts`.
+    """
+    where = f"layer {slabs.layer} rank {slabs.rank}"
+    if not 1 <= len(slabs.tiers) <= 3 or not all(3 <= k <= 6 for k in slabs.tiers):
+        raise UnsupportedError(complain(where, "tiers", expected="one to three K of 3..6", found=[*slabs.tiers]))
+    if slabs.descriptors is None:
+        raise UnsupportedError(complain(where, "tiers", expected="at most 256 matrices of one projection in a tier", found="more"))
+    sides = {"hidden": slabs.hidden, "inner": slabs.inner}
+    for name, side in sides.items():
+        if side <= 0 or side % BLOCK:
+            raise UnsupportedError(complain(where, name, expected=f"a multiple of {BLOCK}", found=side))
+    wrong = Offences()
+
+    def expect(name: str, tensor: Tensor, dtype: torch.dtype, *shapes: tuple[int, ...]) -> None:
+        if tuple(tensor.shape) not in shapes or tensor.dtype != dtype or not tensor.is_contiguous():
+            expected = f"contiguous {dtype} {' or '.join(str([*s]) for s in shapes)}"
+            wrong.add(f"{where}: {name}", "table", expected=expected, found=f"{tensor.dtype} {[*tensor.shape]}")
+
+    hidden, inner, experts = slabs.hidden, slabs.inner, slabs.experts
+    for t, k in enumerate(slabs.tiers):
+        expect(f"w13[{t}]", slabs.w13[t], torch.int16, (slabs.gate_n[t] + slabs.up_n[t], hidden // 16, inner // 16, 16 * k))
+        expect(f"w2[{t}]", slabs.w2[t], torch.int16, (slabs.down_n[t], inner // 16, hidden // 16, 16 * k))
+    expect("rotations", slabs.rotations, torch.float16, (experts, 3 * inner), (slabs.stride, 3 * inner))
+    for name in ("gate_suh", "up_suh", "down_svh"):
+        expect(name, getattr(slabs, name), torch.float16, (1, hidden), (experts, hidden))
+    expect("up_suh", slabs.up_suh, torch.float16, tuple(slabs.gate_suh.shape))
+    expect("descriptors", slabs.descriptors, torch.int32, (3 * slabs.stride,))
+    wrong.check(FormatError)
+
+    for projection, counts, row in zip(PROJECTIONS, (slabs.gate_n, slabs.up_n, slabs.down_n), slabs.descriptors.view(3, -1), strict=True):
+        for expert, descriptor in enumerate(row[:experts].tolist()):
+            tier, index = descriptor >> 8, descriptor & 255
+            if descriptor < 0 or tier >= len(counts) or index >= counts[tier]:
+                expected = f"a tier of {len(counts)} and an index below its count"
+                wrong.add(f"{where}: expert {expert}: {projection}", "descriptor", expected=expected, found=descriptor)
+    wrong.check(FormatError)
+
+
+# ---------------------------------------------------------------- the truth
+
+
+def expert_matrices(slabs: Slabs, expert: int) -> tuple[Matrix, Matrix, Matrix]:
+    """Gate, up and down of one expert as the slabs have them: what the kernel multiplies by.
+
+    Source:  FORMAT.md section 5.
+    """
+    assert slabs.descriptors is not None
+    found = []
+    for row in range(3):
+        descriptor = int(slabs.descriptors[row * slabs.stride + expert])
+        tier, index = descriptor >> 8, descriptor & 255
+        plane = (slabs.w13, slabs.w13, slabs.w2)[row][tier][index + (slabs.gate_n[tier] if row == 1 else 0)]
+        found.append((plane, slabs.tiers[tier]))
+    gate_svh, up_svh, down_suh = torch.split(slabs.rotations[expert], slabs.inner)
+
+    def vector(table: Tensor) -> Tensor:
+        return table[0 if table.shape[0] == 1 else expert]
+
+    (gate, gate_bits), (up, up_bits), (down, down_bits) = found
+    return (
+        Matrix(gate, vector(slabs.gate_suh), gate_svh, gate_bits),
+        Matrix(up, vector(slabs.up_suh), up_svh, up_bits),
+        Matrix(down, down_suh, vector(slabs.down_svh), down_bits),
+    )
+
+
+def moe_reference(x: Tensor, topk_ids: Tensor, topk_weights: Tensor, slabs: Slabs, *, dtype: torch.dtype = torch.float64) -> Tensor:
+    """The same as moe_forward in plain torch, expert by expert. Runs on the device of its inputs.
+
+    Shapes:  as moe_forward; returns [B, H] float64 for float64, else float32.
+    Units:   `dtype` as in codec.expert_forward: float64 rounds nothing.
+    Source:  FORMAT.md section 10, "Expert".
+    """
+    out = torch.zeros(x.shape, dtype=torch.promote_types(dtype, torch.float32), device=x.device)
+    for expert in torch.unique(topk_ids).tolist():
+        if not 0 <= expert < slabs.experts:
+            continue
+        token, slot = (topk_ids == expert).nonzero(as_tuple=True)
+        result = expert_forward(x[token], *expert_matrices(slabs, expert), dtype=dtype)
+        out.index_put_((token,), topk_weights[token, slot, None].to(out.dtype) * result.to(out.dtype), accumulate=True)
+    return out
+
+
+# ---------------------------------------------------------------- the kernel
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """The launches of one batch size, and where everything is in the scratch."""
+
+    gate_up: Cut
+    down: Cut
+    max_items: int
+    offsets: dict[str, int]
+    nbytes: int
+
+
+def _plan(experts: Experts, tokens: int, topk: int) -> _Plan:
+    slabs = experts.slabs
+    rows = tokens if slabs.gate_suh.shape[0] == 1 else tokens * topk
+    return _plan_shapes(
+        slabs.hidden, slabs.inner, slabs.experts, tokens, topk, rows, 1 if experts.one_suh else 2, processors(experts.device)
+    )
+
+
+@cache
+def _plan_shapes(hidden: int, inner: int, experts: int, tokens: int, topk: int, rows: int, inputs: int, multiprocessors: int) -> _Plan:
+    """`rows` and `inputs`: rows of rotated x, and how many rotations of it."""
+    pairs = tokens * topk
+    blocks = choose_token_blocks(pairs / experts, hidden, inner)
+    hit = experts * -math.expm1(-pairs / experts)  # experts that evenly spread routes meet
+    items = max(hit, pairs / (8 * blocks))
+    gate_up = cut_product(hidden, inner, items=items, token_blocks=blocks, matrices=2, processors=multiprocessors)
+    down = cut_product(inner, hidden, items=items, token_blocks=blocks, matrices=1, processors=multiprocessors)
+    most_hit = min(pairs, experts)
+    max_items = most_hit + (pairs - most_hit) // (8 * blocks)
+
+    width = 4 if gate_up.terms_apart else 2
+    early = {f"in_{i}": rows * hidden * width for i in range(inputs)}
+    early["gate_up"] = gate_up.splits * 2 * pairs * inner * 4
+    late = {"down": down.splits * pairs * hidden * 4}  # written when `early` has been read for the last time
+    offsets: dict[str, int] = {}
+    at = 0
+    for name, size in {"order": pairs * 4, "items": max_items * 16, "down_in": pairs * inner * width}.items():
+        offsets[name], at = at, _aligned(at + size)
+    ends = []
+    for group in (early, late):
+        end = at
+        for name, size in group.items():
+            offsets[name], end = end, _aligned(end + size)
+        ends.append(end)
+    return _Plan(gate_up, down, max_items, offsets, max(ends))
+
+
+def _aligned(at: int) -> int:
+    return -(-at // 256) * 256
+
+
+def moe_scratch_bytes(experts: Experts, batch: int, topk: int) -> int:
+    """Bytes of scratch that moe_forward needs for this batch; 0 without a GPU. A smaller batch may need more: more splits."""
+    if experts.device.type != "cuda":
+        return 0
+    return max((_plan(experts, part.stop - part.start, topk).nbytes for part in _turns(batch)), default=0)
+
+
+def moe_forward(
+    x: Tensor,
+    topk_ids: Tensor,
+    topk_weights: Tensor,
+    experts: Experts,
+    *,
+    scratch: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Route, and compute one rank's share of the routed experts: the sum over slots of weight * expert(x).
+
+    Shapes:  x [B, H] bfloat16 or float16; topk_ids [B, k] int32 or int64, k of 1..16, ids outside 0..E-1 take no part;
+             topk_weights [B, k] float32; scratch uint8 [moe_scratch_bytes], any content; out [B, H], float32 or x's dtype.
+             Returns out, else a new tensor of x's dtype.
+    Units:   float16 into both products, float32 everywhere else, one rounding at the end.
+    Raises:  UsageError for shapes, dtypes, devices that do not fit, or too small a scratch.
+    Source:  FORMAT.md sections 5 and 10.
+    Kernel:  kernels/moe.cu; the same bits in every run; relative L2 against moe_reference under 4e-3.
+    """
+    _check_call(x, topk_ids, topk_weights, experts, out)
+    out = torch.empty_like(x) if out is None else out
+    if x.device.type != "cuda":
+        return out.copy_(moe_reference(x, topk_ids, topk_weights, experts.slabs, dtype=torch.float16))
+    batch, topk = topk_ids.shape
+    need = moe_scratch_bytes(experts, batch, topk)
+    if scratch is None:
+        scratch = torch.empty(need, dtype=torch.uint8, device=x.device)
+    if scratch.numel() * scratch.element_size() < need or scratch.device != x.device or scratch.data_ptr() % 256:
+        found = f"{scratch.numel() * scratch.element_size()} on {scratch.device}"
+        raise UsageError(complain("moe_forward", "scratch", expected=f"{need} bytes on {x.device}, aligned to 256", found=found))
+    for part in _turns(batch):
+        _launch(x[part], topk_ids[part], topk_weights[part], experts, scratch, out[part])
+    return out
+
+
+def _turns(batch: int) -> Iterator[slice]:
+    for start in range(0, batch, MAX_TOKENS):
+        yield slice(start, min(start + MAX_TOKENS, batch))
+
+
+def _check_call(x: Tensor, topk_ids: Tensor, topk_weights: Tensor, experts: Experts, out: Tensor | None) -> None:
+    wrong = Offences()
+
+    def expect(name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...], shape: tuple[int, ...]) -> None:
+        good = tuple(tensor.shape) == shape and tensor.dtype in dtypes and tensor.device == experts.device and tensor.is_contiguous()
+        if not good or tensor.data_ptr() % 8:
+            expected = f"contiguous {' or '.join(map(str, dtypes))} {[*shape]} on {experts.device}"
+            wrong.add(f"moe_forward: {name}", "tensor", expected=expected, found=f"{tensor.dtype} {[*tensor.shape]} on {tensor.device}")
+
+    batch = x.shape[0] if x.ndim else 0
+    topk = topk_ids.shape[1] if topk_ids.ndim == 2 else 0
+    if not 1 <= topk <= MAX_TOPK:
+        wrong.add("moe_forward: topk_ids", "shape", expected=f"[B, 1..{MAX_TOPK}]", found=[*topk_ids.shape])
+    expect("x", x, (torch.bfloat16, torch.float16), (batch, experts.slabs.hidden))
+    expect("topk_ids", topk_ids, (torch.int32, torch.int64), (batch, topk))
+    expect("topk_weights", topk_weights, (torch.float32,), (batch, topk))
+    if out is not None:
+        expect("out", out, (torch.float32, x.dtype), (batch, experts.slabs.hidden))
+    wrong.check(UsageError)
+
+
+@cache
+def _kernel(door: str, device: torch.device) -> Kernel:
+    return load_kernel("moe.cu", door, device=device)
+
+
+def _launch(x: Tensor, topk_ids: Tensor, topk_weights: Tensor, experts: Experts, scratch: Tensor, out: Tensor) -> None:
+    slabs, device = experts.slabs, experts.device
+    tokens, topk = topk_ids.shape
+    plan = _plan(experts, tokens, topk)
+    gate_up, down = plan.gate_up, plan.down
+    at = {name: scratch.data_ptr() + offset for name, offset in plan.offsets.items()}
+    hidden, inner, pairs = slabs.hidden, slabs.inner, tokens * topk
+    ids = (topk_ids, int(topk_ids.dtype == torch.int64), slabs.experts)
+    apart = str(gate_up.terms_apart).lower()
+    second_in = at.get("in_1", 0)
+    by_token = slabs.gate_suh.shape[0] == 1
+    rotations = (tokens if by_token else pairs) * (hidden // BLOCK) * (2 if second_in else 1)
+
+    prepare = (x, KINDS[x.dtype], *ids[:2], slabs.gate_suh, slabs.up_suh, slabs.gate_suh.shape[0], at["in_0"], second_in, tokens, topk)
+    route = (hidden, slabs.experts, gate_up.item_tokens, plan.max_items, at["order"], at["items"])
+    _kernel(f"moe_prepare<{apart}>", device).launch(1 + -(-rotations // 32), 1024, *prepare, *route, shared_bytes=12 * slabs.experts)
+
+    tier_bits = _packed(slabs.tiers)
+    max_bits = max(slabs.tiers)
+
+    def multiply(
+        cut: Cut, row: int, tiers: tuple[Tensor, ...], first: int, second: int, a_row: int, sides: tuple[int, int], to: int
+    ) -> None:
+        assert slabs.descriptors is not None
+        planes = [tier.data_ptr() for tier in tiers] + [0, 0]
+        descriptors = slabs.descriptors.data_ptr() + 4 * row * slabs.stride
+        arguments = (at["items"], at["order"], descriptors, slabs.stride, *planes[:3], tier_bits, _packed(slabs.gate_n))
+        sources = (first, second, a_row, *sides, pairs, to)
+        grid = (plan.max_items, cut.column_blocks, cut.splits)
+        kernel = _kernel(f"moe_product{cut.instance}", device)
+        kernel.launch(grid, 32 * cut.warps, *arguments, *sources, shared_bytes=cut.shared_bytes(max_bits), overlap=True)
+
+    in_1 = second_in or at["in_0"]
+    multiply(gate_up, 0, slabs.w13, at["in_0"], in_1, topk if by_token else 1, (hidden, inner), at["gate_up"])
+    activate = (at["gate_up"], gate_up.splits, *ids, slabs.rotations, pairs, inner, at["down_in"])
+    _kernel(f"moe_activate<{apart}>", device).launch(-(-pairs * (inner // BLOCK) // 8), 256, *activate, overlap=True)
+    multiply(down, 2, slabs.w2, at["down_in"], 0, 1, (inner, hidden), at["down"])
+    one_svh = slabs.down_svh.shape[0] == 1
+    combine = (at["down"], down.splits, *ids, topk_weights, slabs.down_svh, tokens, topk, hidden, out, KINDS[out.dtype])
+    _kernel(f"moe_combine<{str(one_svh).lower()}>", device).launch(-(-tokens * (hidden // BLOCK) // 8), 256, *combine, overlap=True)
+
+
+def _packed(numbers: tuple[int, ...]) -> int:
+    """Up to three numbers of 16 bits in one kernel argument."""
+    return sum(number << (16 * i) for i, number in enumerate(numbers))

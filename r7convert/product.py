@@ -1,0 +1,97 @@
+"""How a product with a trellis matrix is cut for the GPU: the host half of kernels/product.cuh.
+
+A block takes up to 8 * token_blocks tokens and a strip of 64 out-channels for each of its warps; the in-channels are split
+over `splits` blocks, whose sums are added by the kernel that follows. Pure arithmetic on shapes: the same shapes give the same
+cut, so that scratch can be sized, and a captured graph replayed, without a look at the data.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+STRIP_CHANNELS = 64  # out-channels a warp owns
+STAGE_CHANNELS = 64  # in-channels a stage of the pipeline
+MAX_WARPS = 8
+TOKEN_BLOCKS = (1, 2, 4, 8)  # instantiations, in blocks of 8 tokens
+DEPTH = 3
+
+# What the choice of `splits` is made by, in stages of one block: what a block costs before its first stage is there, and
+# how much of its speed a multiprocessor reaches with one, two, three blocks on it.
+BLOCK_COST = 2.0
+SPEED = (0.6, 0.9, 1.0)
+MAX_SPLITS = 32
+MIN_STAGES = 2  # a block's least share of the in-channels
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How one product is launched."""
+
+    token_blocks: int
+    warps: int
+    splits: int
+    column_blocks: int
+
+    @property
+    def item_tokens(self) -> int:
+        return 8 * self.token_blocks
+
+    @property
+    def terms_apart(self) -> bool:
+        """Activations are kept twice, see kernels/product.cuh."""
+        return self.token_blocks <= 2
+
+    @property
+    def instance(self) -> str:
+        """The template arguments."""
+        return f"<{self.token_blocks},{DEPTH}>"
+
+    def shared_bytes(self, max_bits: int) -> int:
+        token_bytes = STAGE_CHANNELS * (4 if self.terms_apart else 2)
+        return DEPTH * (self.item_tokens * token_bytes + self.warps * STAGE_CHANNELS * STRIP_CHANNELS * max_bits // 8)
+
+
+def count_warps(out_side: int) -> int:
+    """Warps a block: the largest power of two up to 8 that leaves none without a strip."""
+    return math.gcd(out_side // STRIP_CHANNELS, MAX_WARPS)
+
+
+def choose_token_blocks(tokens: float, *out_sides: int) -> int:
+    """Blocks of 8 tokens for matrices that meet `tokens` tokens on average: room for most, so that few are decoded twice."""
+    most = 4 if any(count_warps(side) == 2 for side in out_sides) else 8
+    fit = next((n for n in TOKEN_BLOCKS if tokens <= 5.5 * n), 8)
+    return min(fit, most)
+
+
+def choose_splits(in_side: int, blocks: float, processors: int) -> int:
+    """Splits of the in-channels that should end first, `blocks` being the blocks of one split."""
+    stages = in_side // STAGE_CHANNELS
+    best = (math.inf, 1)
+    for splits in range(1, max(1, min(stages // MIN_STAGES, MAX_SPLITS)) + 1):
+        each = math.ceil(max(1.0, blocks) * splits / processors)
+        together = min(each, len(SPEED))
+        time = each * math.ceil(stages / splits) / SPEED[together - 1] + BLOCK_COST * math.ceil(each / together)
+        best = min(best, (time, splits))
+    return best[1]
+
+
+def cut_product(in_side: int, out_side: int, *, items: float, token_blocks: int, matrices: int, processors: int) -> Cut:
+    """The launch of `matrices` products of one shape, each met by `items` blocks of tokens."""
+    warps = count_warps(out_side)
+    column_blocks = out_side // (warps * STRIP_CHANNELS)
+    splits = choose_splits(in_side, items * matrices * column_blocks, processors)
+    return Cut(token_blocks=token_blocks, warps=warps, splits=splits, column_blocks=column_blocks * matrices)
+
+
+@cache
+def processors(device: torch.device) -> int:
+    """Multiprocessors of a GPU."""
+    import torch
+
+    return torch.cuda.get_device_properties(device).multi_processor_count
