@@ -199,23 +199,34 @@ __global__ void __launch_bounds__(256) moe_combine(
     const Ids ids{topk_ids, ids_wide, experts};
     const i64 split_pitch = tokens * topk * hidden;
     float sum[4] = {}, svh[4];
-#pragma unroll(ONE_SVH ? 4 : 1)
-    for (int slot = 0; slot < int(topk); ++slot) {
-        const i64 pair = token * topk + slot;
-        const int expert = ids[pair];
-        if (expert < 0) continue;  // its products were never written
-        const float* part = products + pair * hidden + at;
-        const float weight = topk_weights[pair];
-        if constexpr (ONE_SVH) {
-            for (int split = 0; split < int(splits); ++split) add_float4(sum, part + split * split_pitch, weight);
-        } else {
-            float v[4] = {};
-            for (int split = 0; split < int(splits); ++split) add_float4(v, part + split * split_pitch);
-            hadamard_128(v, lane);
-            load_half4(svh, down_svh + expert * hidden + at);
+    constexpr int together = ONE_SVH ? 4 : 1;  // slots whose loads are in flight at once
+#pragma unroll 1
+    for (int first = 0; first < int(topk); first += together) {
+        const i64 pair = token * topk + first;
+        int expert[together];
+        float weight[together];
 #pragma unroll
-            for (int i = 0; i < 4; ++i) sum[i] += weight * v[i] * svh[i];
+        for (int i = 0; i < together; ++i) {
+            expert[i] = first + i < int(topk) ? ids[pair + i] : -1;  // -1: its products were never written
+            weight[i] = expert[i] >= 0 ? topk_weights[pair + i] : 0.0f;
         }
+        const float* part = products + pair * hidden + at;
+        float v[4] = {};
+#pragma unroll 2
+        for (int split = 0; split < int(splits); ++split, part += split_pitch) {
+#pragma unroll
+            for (int i = 0; i < together; ++i)
+                if (expert[i] >= 0) add_float4(v, part + i * hidden, weight[i]);
+        }
+        if constexpr (!ONE_SVH) {
+            if (expert[0] < 0) continue;
+            hadamard_128(v, lane);
+            load_half4(svh, down_svh + expert[0] * hidden + at);
+#pragma unroll
+            for (int i = 0; i < 4; ++i) v[i] *= svh[i];
+        }
+#pragma unroll
+        for (int i = 0; i < 4; ++i) sum[i] += v[i];
     }
     if constexpr (ONE_SVH) {
         hadamard_128(sum, lane);

@@ -9,10 +9,20 @@ import pytest
 from r7convert import nvrtc
 from r7convert.data import data_dir
 from r7convert.errors import R7Error
+from r7convert.product import DEPTH, TOKEN_BLOCKS
 
 INSTANTIATIONS = {
     "decode.cu": [f"decode_tiles<{bits}>" for bits in range(1, 9)],
     "pack.cu": [f"{name}<{bits}>" for name in ("pack_symbols", "unpack_states") for bits in range(1, 9)],
+    "moe.cu": [
+        *(f"moe_product<{blocks},{DEPTH}>" for blocks in TOKEN_BLOCKS),
+        *(f"{name}<{flag}>" for name in ("moe_prepare", "moe_activate", "moe_combine") for flag in ("false", "true")),
+    ],
+    "linear.cu": [
+        *(f"linear_product<{blocks},{DEPTH}>" for blocks in TOKEN_BLOCKS),
+        *(f"linear_prepare<{flag}>" for flag in ("false", "true")),
+        *(f"linear_finish<{matrices}>" for matrices in (1, 2)),
+    ],
 }
 CASES = [(file, symbol) for file, symbols in INSTANTIATIONS.items() for symbol in symbols]
 
