@@ -219,9 +219,8 @@ __global__ void __launch_bounds__(256) moe_combine(
                 if (expert[i] >= 0) add_float4(v, part + i * hidden, weight[i]);
         }
         if constexpr (!ONE_SVH) {
-            if (expert[0] < 0) continue;
-            hadamard_128(v, lane);
-            load_half4(svh, down_svh + expert[0] * hidden + at);
+            hadamard_128(v, lane);  // of zeros where there is no expert: a branch around shuffles costs more
+            load_half4(svh, down_svh + max(expert[0], 0) * hidden + at);
 #pragma unroll
             for (int i = 0; i < 4; ++i) v[i] *= svh[i];
         }
