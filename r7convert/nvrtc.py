@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 ARCHITECTURES = ("sm_80", "sm_89", "sm_90", "sm_100", "sm_120")
 """What `make kernels` compiles for. Others from sm_80 up are compiled when met."""
 
-_DEFAULT_SHARED_BYTES = 48 * 1024
+_DEFAULT_SHARED_BYTES = 32 * 1024  # 48 KiB is the limit, and a kernel's static tables count too
 _INCLUDE = re.compile(r'^\s*#\s*include\s*"([^"]+)"', re.MULTILINE)
 
 

@@ -1,4 +1,4 @@
-"""Time the fused routed experts at GLM-5.2's geometry: `python -m tests.gpu.bench_moe [--quick] [--sweep]`.
+"""Time the fused routed experts at GLM-5.2's geometry: `python -m tests.gpu.bench_moe [--quick] [--sweep] [--once N]`.
 
 Checks first: every configuration that is timed is compared with the truth on four of its tokens. A time is the median over
 replays of a graph of several calls, each with its own tokens and routes, so that one call's experts are not in the cache for the next.
@@ -48,7 +48,15 @@ def copy_bandwidth() -> float:
     """Bytes a second, read plus written."""
     source = torch.randint(0, 255, (2 << 30,), dtype=torch.uint8, device=DEVICE)
     target = torch.empty_like(source)
-    return 2 * source.numel() / time_us(lambda: target.copy_(source)) * 1e6
+    times = []
+    for _ in range(9):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        target.copy_(source)
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) / 1e3)
+    return 2 * source.numel() / statistics.median(times)
 
 
 def make(pool: tuple[int, ...]) -> Experts:
@@ -180,7 +188,14 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--sweep", action="store_true")
+    parser.add_argument("--once", type=int, help="run this batch size once, for a profiler")
     options = parser.parse_args()
+    if options.once:
+        bench = Bench(make((3, 4)), options.once, calls=1)
+        for _ in range(2):
+            bench.run()
+            torch.cuda.synchronize()
+        return
     bandwidth = copy_bandwidth()
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}; copy {bandwidth / 1e9:.0f} GB/s")
     print(f"H {HIDDEN}, I_r {INNER}, E {EXPERTS}, top-{TOPK}; K3 and K4 mixed")
