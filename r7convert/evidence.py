@@ -35,7 +35,9 @@ NUMPY = {"I16": "<i2", "F16": "<f2", "I32": "<i4", "F32": "<f4"}
 
 @dataclass(slots=True)
 class LayerExperts:
-    """The routed experts of one layer as the files have them. `unknown` are names under `.experts.` that say nothing."""
+    """The routed experts of one layer as the files have them. `unknown` are names under `.experts.` that say nothing; `ranks` and
+    `experts` are the numbers that names of experts have, ascending, `ranks` [] for whole matrices.
+    """
 
     layer: int
     roots: set[str] = field(default_factory=set)
@@ -44,14 +46,8 @@ class LayerExperts:
     r7_shared: dict[str, TensorEntry] = field(default_factory=dict)
     unknown: list[TensorEntry] = field(default_factory=list)
 
-    @property
-    def ranks(self) -> list[int]:
-        """The ranks its experts' tensors name, [] for whole matrices."""
-        return sorted({rank for _, _, rank, _ in self.own if rank is not None})
-
-    @property
-    def experts(self) -> list[int]:
-        return sorted({expert for expert, _, _, _ in self.own})
+    ranks: list[int] = field(default_factory=list)
+    experts: list[int] = field(default_factory=list)
 
     def pieces(self, expert: int, proj: str, field: str) -> list[TensorEntry]:
         """What there is of one field of one matrix: itself, or its ranks in order; a vector the layer shares stands in for its own."""
@@ -114,6 +110,8 @@ class Evidence:
                 made.unknown.append(entry)
                 continue
             made.roots.add(name.root)
+        made.ranks = sorted({rank for _, _, rank, _ in made.own if rank is not None})
+        made.experts = sorted({expert for expert, _, _, _ in made.own})
         return made
 
 
