@@ -124,3 +124,9 @@ def test_files(tmp_path: Path) -> None:
     (tmp_path / "x.toml").write_bytes(b'format = "\xff"')
     with pytest.raises(FormatError, match="not TOML"):
         read_recipe(tmp_path / "x.toml")
+
+
+def test_the_docs_list_every_recipe() -> None:
+    page = (Path(__file__).parents[1] / "docs" / "hub.md").read_text()
+    for path in RECIPES:
+        assert f"| `{path.stem}` | {read_recipe(path).title} |" in page
