@@ -61,6 +61,8 @@ LEVELS = {
     "push": 6,
     "plan": 6,
     "copying": 6,
+    "originals": 5,
+    "mixed_k": 6,
     "recode": 6,
     "shared_layer": 6,
     "sample": 6,
