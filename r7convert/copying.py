@@ -36,7 +36,11 @@ _FICLONE = 0x40049409
 
 
 class Recoder(Protocol):
-    """What encodes trellises again where a policy changed their K."""
+    """What encodes trellises again where a policy changed their K: the kind of device, how many, and the originals it starts from."""
+
+    engine: str
+    devices: int
+    reference: Json
 
     def recode(self, layer: LayerPlan, moves: Sequence[Move], read: Callable[[Move], Bytes]) -> Iterator[Bytes]:
         """For each move, in order: its whole trellis at `move.new_bits`, as bytes [in/16, out/16 * 32 * new_bits]. `read` gives the

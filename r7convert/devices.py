@@ -6,9 +6,10 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import queue
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING, TypeVar
 
@@ -130,3 +131,9 @@ def tiles_per_s(device: torch.device, bits: int) -> float:
             if taken >= _CALIBRATION_S or count >= _MOST_CALIBRATION_TILES:
                 return count / taken
             count *= 4
+
+
+def seconds_to_encode(encodes: Mapping[tuple[int, int], int], tiles: int, work_on: Sequence[torch.device]) -> float:
+    """How long so many matrices of `tiles` tiles take, (old K, new K) -> count, from a short run of the search at each new K."""
+    speed = {new: sum(tiles_per_s(device, new) for device in work_on) for new in sorted({new for _, new in encodes})}
+    return math.fsum(count * tiles / speed[new] for (_, new), count in encodes.items())

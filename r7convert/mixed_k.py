@@ -7,6 +7,7 @@ scale vectors, and the importance of every expert, if somebody counted. And it k
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
@@ -18,7 +19,7 @@ from r7convert import policy
 from r7convert.checkpoint import Checkpoint
 from r7convert.errors import UsageError, complain
 from r7convert.experts import ExpertLayer
-from r7convert.format import PROJECTIONS
+from r7convert.format import PROJECTIONS, TILE
 from r7convert.ktable import Budget, FloatArray, KTable, Problem, parse_importance
 from r7convert.source import Folder
 
@@ -113,3 +114,49 @@ def energies(checkpoint: Checkpoint, layer: ExpertLayer) -> FloatArray:
 
     rows = [[square(e, proj, "suh") * square(e, proj, "svh") for proj in PROJECTIONS] for e in range(len(layer.bits))]
     return np.array(rows, dtype=np.float64) * CODEBOOK_MEAN_SQUARE
+
+
+# ---- prices -----------------------------------------------------------------------------------------------------------
+
+
+def price_json(choice: KChoice, device: str) -> dict[str, Json]:
+    """What each policy would cost: matrices, bytes, expected error, and seconds of encoding on the devices at hand."""
+    from r7convert.devices import find_devices, seconds_to_encode
+
+    made: dict[str, Json] = {}
+    problem = choice.problem
+    for name, plan in choice.prices().items():
+        if isinstance(plan, str) or problem is None:
+            made[name] = {"impossible": plan}
+            continue
+        seconds = seconds_to_encode(plan.encodes, problem.matrix_weights // TILE**2, find_devices(device))
+        made[name] = {
+            "lifted": plan.lifted,
+            "lowered": plan.lowered,
+            "bytes_before": plan.bytes_before,
+            "bytes_after": plan.bytes_after,
+            "expected_error_before": plan.error_before,
+            "expected_error_after": plan.error_after,
+            "encode_s": round(seconds, 1),
+        }
+    return made
+
+
+def time_lines(choice: KChoice, device: str) -> list[str]:
+    """The same times as lines of an error message."""
+    prices = price_json(choice, device).items()
+    return [f"encoding here, --mixed-k {name}: about {price['encode_s']:,.0f} s" for name, price in prices if "encode_s" in price]
+
+
+def reencoded_facts(facts: Mapping[str, Json]) -> dict[str, Json]:
+    """What the manifest says of matrices that were encoded again, from the journal's facts of each file: by module from K, to K and
+    error, and the errors in short.
+    """
+    every = {module: said for fact in facts.values() for module, said in fact.get("reencoded", {}).items()}
+    if not every:
+        return {}
+    errors: dict[str, float] = {}
+    for kind, sign in (("lifted", 1), ("lowered", -1)):
+        if of_kind := [said["relative_error"] for said in every.values() if sign * (said["to"] - said["from"]) > 0]:
+            errors |= {f"mean_of_{kind}": math.fsum(of_kind) / len(of_kind), f"worst_of_{kind}": max(of_kind)}
+    return {"reencoded": dict(sorted(every.items())), "errors": errors}

@@ -50,6 +50,8 @@ class Plan:
     notes: tuple[str, ...]
     accounting: Mapping[str, tuple[int, int]]
     """What became of the source's tensors: kind -> (tensors, bytes). Each tensor counts once."""
+    policy: Mapping[str, Json] | None = None
+    """What the K policy chose, where it had to choose: for report and manifest."""
 
     @property
     def is_partial(self) -> bool:

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from r7convert import codec, devices
 from r7convert.experts import HIDDEN_FIELD
 from r7convert.format import PROJECTIONS, expected_shape, expert_module
-from r7convert.moves import LayerPlan, Move
+from r7convert.moves import Axis, LayerPlan, Move
 from r7convert.originals import Originals
 
 if TYPE_CHECKING:
@@ -39,6 +39,8 @@ class Reencoder:
     def __init__(self, work_on: Sequence[torch.device], originals: Originals | None = None) -> None:
         self.originals = originals
         self.engine = work_on[0].type
+        self.devices = len(work_on)
+        self.reference: Json = None if originals is None else originals.identity()
         self._turns = itertools.cycle(work_on)
         self._turn = threading.Lock()
         # The CPU's search uses every core: two matrices at a time would only share them.
@@ -105,7 +107,7 @@ def read_trellis(layer: LayerPlan, move: Move, read: Read) -> Tensor:
 def _read_vector(layer: LayerPlan, expert: int, proj: str, field: str, read: Read) -> Tensor:
     import torch
 
-    axis = "whole" if field == HIDDEN_FIELD[proj] else "rows"
+    axis: Axis = "whole" if field == HIDDEN_FIELD[proj] else "rows"
     move = Move(expert, proj, field, layer.source.parts(expert, proj, field), axis, 1)
     return torch.from_numpy(read(move).view(np.float16).copy())
 

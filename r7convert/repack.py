@@ -9,65 +9,31 @@ under `.partial` names, and a journal; the same command finishes it, and the fol
 
 from __future__ import annotations
 
+import contextlib
 import os
-import threading
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from r7convert import __version__, policy
 from r7convert.card import CARD
-from r7convert.checkpoint import CONFIG, INDEX, QUANT_CONFIG, Checkpoint, read_checkpoint
-from r7convert.copying import Findings, Recoder, Stopped, Work, copy_file, write_layer, write_shard
-from r7convert.errors import ResourceError, UnsupportedError, UsageError, complain
-from r7convert.journal import MANIFEST, VERDICT, Journal, Manifest, forget_journals, locked, read_journal, read_manifest, write_manifest
-from r7convert.plan import Plan, fingerprint, plan_repack
+from r7convert.checkpoint import Checkpoint, read_checkpoint
+from r7convert.copying import Recoder
+from r7convert.errors import UnsupportedError
+from r7convert.journal import Journal, Manifest, locked, read_journal, write_manifest
+from r7convert.ktable import Budget
+from r7convert.mixed_k import KChoice, bytes_budget, price_json, reencoded_facts, time_lines
+from r7convert.plan import Plan, plan_repack
 from r7convert.progress import Progress
-from r7convert.rules import SLICED, Choose
-from r7convert.slab_layout import SIDECAR
-from r7convert.source import Folder, Payload, Step
-from r7convert.store import PARTIAL, STATE_DIR, FileRecord, check_disjoint, check_free_space, read_json, write_json
-from r7convert.targets import TIER_MAP
+from r7convert.repack_run import OUTPUTS, TOOL, Outlet, Repacked, Run, merge_findings
+from r7convert.source import Folder, Payload
+from r7convert.store import STATE_DIR, check_disjoint, write_json
+from r7convert.team import Team
+
+__all__ = ["Outlet", "Repacked", "choose_plan", "execute", "repack"]
 
 Json = Any
-Results = dict[str, tuple[FileRecord, Json]]
-Write = Callable[..., dict[str, FileRecord]]
 
-TOOL = f"r7convert {__version__}"
-OUTPUTS = "outputs.json"
-HEADER_ROOM = 1 << 20
 DEFAULT_THREADS = 4
-
-
-@dataclass(frozen=True)
-class Repacked:
-    """What a run did, or would do. `files` is empty after a dry run; `resumed` counts files an earlier run had finished."""
-
-    plan: Plan
-    output: Path
-    dry_run: bool
-    files: Mapping[str, FileRecord] = field(default_factory=dict)
-    findings: Findings = field(default_factory=Findings)
-    resumed: int = 0
-
-    def to_json(self) -> Json:
-        plan = self.plan
-        return {
-            **plan_facts(plan),
-            "output": str(self.output),
-            "dry_run": self.dry_run,
-            "payload_bytes": plan.payload_bytes,
-            "reencoded": plan.reencoded,
-            "changes": [change.to_json() for change in plan.changes],
-            "left_out": list(plan.left_out),
-            "notes": list(plan.notes),
-            "resumed": self.resumed,
-            **self.findings.to_json(),
-            "files": {name: {"size": record.size, "sha256": record.sha256} for name, record in sorted(self.files.items())},
-        }
 
 
 def repack(
@@ -79,7 +45,10 @@ def repack(
     reader: str = "r28",
     rotation_layout: str | None = None,
     mixed_k: str = "refuse",
-    budget_bytes: int | None = None,
+    budget: Budget | None = None,
+    importance: Json = None,
+    reference: Checkpoint | None = None,
+    device: str = "auto",
     layers: tuple[int, int] | None = None,
     threads: int | None = None,
     link: bool = False,
@@ -87,29 +56,38 @@ def repack(
     restart: bool = False,
     drop_mtp: bool = False,
     allow_nonfinite: bool = False,
-    recoder: Recoder | None = None,
+    team: Team | None = None,
     progress: Progress | None = None,
 ) -> Repacked:
     """Convert a checkpoint folder for a target. A finished folder is left as it is; an unfinished one is finished.
 
+    `mixed_k`, `budget` and `importance` say how experts that mix K come to one (docs/policies.md). `reference` has the BF16
+    originals to encode from; else matrices whose K changes are encoded from the payload. `device` encodes them.
+
     Raises:  UsageError (choices, folders that overlap, an output that holds something else), FormatError and UnsupportedError
-             (the source), ResourceError (room, permission, a folder in use).
+             (the source), ResourceError (room, permission, a device, a folder in use, a rank that died).
     """
     check_disjoint(source, output)
     checkpoint = read_checkpoint(source)
-    plan = choose_plan(
-        checkpoint,
-        target=target,
-        tp=tp,
-        reader=reader,
-        rotation_layout=rotation_layout,
-        mixed_k=mixed_k,
-        budget_bytes=budget_bytes,
-        layers=layers,
-        drop_mtp=drop_mtp,
-    )
+    choice = KChoice(checkpoint, mixed_k, budget, importance, from_originals=reference is not None)
+    try:
+        plan = plan_repack(
+            checkpoint,
+            target=target,
+            tp=tp,
+            reader=reader,
+            rotation_layout=rotation_layout,
+            choose=choice,
+            layers=layers,
+            drop_mtp=drop_mtp,
+        )
+    except UnsupportedError as error:
+        if dry_run and choice.problem is not None:
+            raise UnsupportedError("\n".join([str(error), *time_lines(choice, device)])) from None
+        raise
+    plan = replace(plan, policy=choice.facts())
     if dry_run:
-        return Repacked(plan, output, dry_run=True)
+        return Repacked(plan, output, dry_run=True, prices=price_json(choice, device) if plan.reencoded else {})
     assert isinstance(checkpoint.source, Folder)
     return execute(
         plan,
@@ -119,7 +97,9 @@ def repack(
         link=link,
         restart=restart,
         allow_nonfinite=allow_nonfinite,
-        recoder=recoder,
+        device=device,
+        reference=reference,
+        team=team,
         progress=progress,
     )
 
@@ -129,10 +109,8 @@ def choose_plan(checkpoint: Checkpoint, *, mixed_k: str = "refuse", budget_bytes
 
     Raises:  as `plan_repack`.
     """
-    policies: dict[str, Choose] = {"refuse": policy.refuse, "lift": policy.lift, "fit": partial(policy.fit, budget_bytes=budget_bytes)}
-    if mixed_k not in policies:
-        raise UsageError(complain("--mixed-k", "policy", expected=f"one of {', '.join(policies)}", found=mixed_k))
-    return plan_repack(checkpoint, choose=policies[mixed_k], **choices)
+    choice = KChoice(checkpoint, mixed_k, bytes_budget(budget_bytes))
+    return replace(plan_repack(checkpoint, choose=choice, **choices), policy=choice.facts())
 
 
 def execute(
@@ -144,250 +122,66 @@ def execute(
     link: bool = False,
     restart: bool = False,
     allow_nonfinite: bool = False,
-    recoder: Recoder | None = None,
+    device: str = "auto",
+    reference: Checkpoint | None = None,
     outlet: Outlet | None = None,
+    team: Team | None = None,
     progress: Progress | None = None,
 ) -> Repacked:
-    """Carry a plan out, reading payload wherever it comes from; finished files stay, unless an outlet takes them.
+    """Carry a plan out, reading payload wherever it comes from; finished files stay, unless an outlet takes them. In a team every
+    rank calls it and writes its share of the files.
 
-    Raises:  as `repack`; UnsupportedError for a plan that encodes matrices again and no recoder.
+    Raises:  as `repack`.
     """
-    if plan.reencoded and recoder is None:
-        do = "This needs the encoder: see --mixed-k."
-        raise UnsupportedError(complain("plan", "matrices to encode again", expected=0, found=plan.reencoded, do=do))
-    run = _Run(plan, payload, output, link, allow_nonfinite, recoder, outlet, progress or Progress())
-    if not restart and (sealed := run.sealed_before()) is not None:
-        return sealed
-    run.check_output(restart=restart)
-    run.check_room()
-    with locked(output):
-        if restart or read_journal(output)[0] is None:
-            run.discard()
-        journal = Journal(output, run.fingerprint, restart=restart)
-        write_json(output / STATE_DIR / OUTPUTS, run.output_names())
-        resumed = run.copy(journal, threads or min(DEFAULT_THREADS, os.cpu_count() or 1))
-        files = dict(journal.done) | run.write_json_files()
-        files.pop(CARD, None)  # the card quotes the verdict, which is bound to the seal: sealed, it would be a circle
-        findings = _merge_findings(journal.facts)
-        reencoded = {name: fact["reencoded"] for name, fact in sorted(journal.facts.items()) if "reencoded" in fact}
-        facts = {**run.facts, **findings.to_json(), **({"reencoded": reencoded} if reencoded else {})}
-        write_manifest(output, Manifest(TOOL, files, facts))
-        journal.close()
+    team = team or Team()
+    recoder = _recoder(plan, device, reference, team)
+    run = Run(plan, payload, output, link, allow_nonfinite, recoder, outlet, progress or Progress())
+    sealed = run.sealed_before() if team.is_first and not restart else None
+    if team.first(sealed is not None, "the output was looked at"):
+        return sealed or Repacked(plan, output, dry_run=False)
+    if team.is_first:
+        run.check_output(restart=restart)
+        run.check_room()
+    with locked(output) if team.is_first else contextlib.nullcontext():
+        if team.is_first:
+            if restart or read_journal(output)[0] is None:
+                run.discard()
+            journal = Journal(output, run.fingerprint, restart=restart)
+            write_json(output / STATE_DIR / OUTPUTS, run.output_names())
+        team.wait("the journal was begun")
+        if not team.is_first:
+            journal = Journal(output, run.fingerprint, rank=team.rank)
+        resumed = run.copy(journal, threads or _threads(recoder), team)
+        for done, learnt in team.gather((journal.done, journal.facts), "its files were written"):
+            journal.done |= done
+            journal.facts |= learnt
+        files = dict(journal.done)
+        findings = merge_findings(journal.facts)
+        if team.is_first:
+            files |= run.write_json_files()
+            files.pop(CARD, None)  # the card quotes the verdict, which is bound to the seal: sealed, it would be a circle
+            facts = {**run.facts, **findings.to_json(), **reencoded_facts(journal.facts)}
+            write_manifest(output, Manifest(TOOL, files, facts))
+            journal.close()
+        team.wait("the seal was written")
     run.progress.finish()
     return Repacked(plan, output, dry_run=False, files=files, findings=findings, resumed=resumed)
 
 
-def plan_facts(plan: Plan) -> dict[str, Json]:
-    """What a manifest states of a run: the same for the same source and choices, on any machine."""
-    return {
-        **fingerprint(plan),
-        "moe_layers": [layer.layer for layer in plan.layers],
-        "partial": {"layers": list(plan.selected)} if plan.selected else None,
-        "accounting": {kind: {"tensors": count, "bytes": nbytes} for kind, (count, nbytes) in plan.accounting.items()},
-    }
+def _recoder(plan: Plan, device: str, reference: Checkpoint | None, team: Team) -> Recoder | None:
+    """What encodes again, where anything is: torch is not imported for a lossless plan."""
+    if not plan.reencoded:
+        return None
+    from r7convert.devices import find_devices
+    from r7convert.originals import Originals
+    from r7convert.recode import Reencoder
+
+    originals = None if reference is None else Originals(reference, plan.checkpoint)
+    if originals is not None:
+        originals.check(plan.layers)
+    return Reencoder(find_devices(device, team.local_rank), originals)
 
 
-class Outlet(Protocol):
-    """Where finished files go that do not stay in the output folder."""
-
-    def has(self, name: str, record: FileRecord) -> bool:
-        """True if that very file has gone there."""
-
-    def send(self, files: Mapping[str, FileRecord]) -> None:
-        """Take over files that stand finished in the output folder; those that went may be gone from it."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Job:
-    """What makes some output files, and from which source files."""
-
-    outputs: tuple[str, ...]
-    inputs: tuple[str, ...]
-    run: Callable[[], Results]
-
-
-class _Run:
-    """One conversion on its way: the plan, where it comes from and goes to, and what all its parts need to know."""
-
-    def __init__(
-        self,
-        plan: Plan,
-        payload: Payload,
-        output: Path,
-        link: bool,
-        allow_nonfinite: bool,
-        recoder: Recoder | None,
-        outlet: Outlet | None,
-        progress: Progress,
-    ) -> None:
-        self.plan = plan
-        self.payload = payload
-        self.output = output
-        self.link = link
-        self.allow_nonfinite = allow_nonfinite
-        self.recoder = recoder
-        self.outlet = outlet
-        self.progress = progress
-        self.facts = {**plan_facts(plan), "allow_nonfinite": allow_nonfinite}
-        self.fingerprint = {"tool": TOOL, **self.facts, "files": payload.identity()}
-
-    # ---- before ----
-
-    def sealed_before(self) -> Repacked | None:
-        """The report of an earlier run that finished this very work, or None."""
-        if not (self.output / MANIFEST).is_file():
-            return None
-        manifest = read_manifest(self.output)
-        if manifest.tool != TOOL or any(manifest.facts.get(key) != value for key, value in self.facts.items()):
-            return None
-        if (self.output / STATE_DIR).exists():  # killed between the seal and the journal's end
-            with locked(self.output):
-                forget_journals(self.output)
-        self.progress.say(f"{self.output} is complete already")
-        findings = Findings(manifest.facts.get("zeros", {}), manifest.facts.get("nonfinite", {}))
-        return Repacked(self.plan, self.output, False, manifest.files, findings, resumed=len(manifest.files))
-
-    def check_output(self, *, restart: bool) -> None:
-        """Raises:  UsageError for an output that is no folder, or holds what no earlier run of repack left."""
-        if not self.output.exists():
-            return
-        if not self.output.is_dir():
-            raise UsageError(complain(self.output, "output", expected="a folder", found="a file"))
-        names = {path.name for path in self.output.iterdir()} - {STATE_DIR}
-        unfinished, _ = read_journal(self.output)
-        is_sealed = MANIFEST in names
-        if (unfinished is not None or restart) if is_sealed else (unfinished is not None or names <= self._listed_before()):
-            return
-        found = "another conversion" if is_sealed else f"{len(names)} files of something else"
-        do = "Choose another folder" + (", or use --restart to replace it." if is_sealed else ".")
-        raise UsageError(complain(self.output, "output", expected="a new or empty folder, or an unfinished run", found=found, do=do))
-
-    def check_room(self) -> None:
-        """Raises:  ResourceError. Files that are done, and those a restart will remove, count as room."""
-        if self.outlet is not None:
-            return  # they do not stay; whoever takes them knows how much may stand here
-        there = sum(path.stat().st_size for name in self.output_names() if (path := self.output / name).is_file())
-        check_free_space(self.output, max(0, sum(self._rooms().values()) - there))
-
-    def _rooms(self) -> dict[str, int]:
-        """Weights by name -> bytes at most."""
-        rooms = {} if self.link else {shard.file: shard.size for shard in self.plan.shards}
-        return rooms | {name: layer.file_nbytes + HEADER_ROOM for layer in self.plan.layers for name in layer.files}
-
-    def output_names(self) -> list[str]:
-        """Every file this run will have written but the seal."""
-        plan = self.plan
-        payload = [*plan.files, *(shard.file for shard in plan.shards), *(file for layer in plan.layers for file in layer.files)]
-        return sorted([*payload, *self._json_files()])
-
-    def _listed_before(self) -> set[str]:
-        """Names that an earlier run meant to write, whole or partial."""
-        listed = self.output / STATE_DIR / OUTPUTS
-        names = set(read_json(listed)) if listed.exists() else set()
-        return names | {name + PARTIAL for name in names}
-
-    def discard(self) -> None:
-        """Remove what an earlier run left, the seal first; the list of what is to go is written before."""
-        names = self._listed_before()
-        if (self.output / MANIFEST).exists():
-            names |= {*read_manifest(self.output).files, VERDICT}
-            write_json(self.output / STATE_DIR / OUTPUTS, sorted(names))
-        for name in (MANIFEST, *sorted(names)):
-            (self.output / name).unlink(missing_ok=True)
-
-    # ---- the work ----
-
-    def copy(self, journal: Journal, threads: int) -> int:
-        """Every layer file, shard and small file that is not done yet; returns how many files were.
-
-        Raises:  the first error of any of them, once all have stopped.
-        """
-        stop = threading.Event()
-        if self.outlet is not None:
-            self.outlet.send({name: record for name, record in journal.done.items() if journal.is_done(self.output, name)})
-        todo = [job for job in self._jobs(stop) if not all(self._is_done(journal, name) for name in job.outputs)]
-        names_todo = {name for job in todo for name in job.outputs}
-        self.progress.start(self._bytes_of(names_todo), "repack")
-        rooms = self._rooms()
-        self.payload.prepare([Step(job.inputs, {name: rooms.get(name, 0) for name in job.outputs}) for job in todo])
-        with ThreadPoolExecutor(threads) as pool:
-            futures = [pool.submit(job.run) for job in todo]
-            waiting = set(futures)
-            try:
-                while waiting:
-                    done, waiting = wait(waiting, return_when=FIRST_COMPLETED)
-                    for future in done:
-                        results = future.result()
-                        for name, (record, facts) in results.items():
-                            journal.record(name, record, facts)
-                        if self.outlet is not None:
-                            self.outlet.send({name: record for name, (record, _) in results.items()})
-            except BaseException:
-                stop.set()
-                self.payload.abandon()
-                for future in futures:
-                    future.cancel()
-                raise
-        return len(self.output_names()) - len(self._json_files()) - len(names_todo)
-
-    def _is_done(self, journal: Journal, name: str) -> bool:
-        record = journal.done.get(name)
-        return journal.is_done(self.output, name) or (record is not None and self.outlet is not None and self.outlet.has(name, record))
-
-    def _jobs(self, stop: threading.Event) -> Iterator[_Job]:
-        """Largest kinds first, so that threads end together."""
-        for shard in sorted(self.plan.shards, key=lambda shard: -shard.size):
-            write: Write = partial(write_shard, shard, self.payload, link=self.link)
-            yield _Job((shard.file,), (shard.file,), partial(self._job, stop, write, shard.file))
-        for layer in self.plan.layers:
-            write = partial(write_layer, layer, self.payload, recoder=self.recoder)
-            inputs = tuple(sorted({entry.file for entry in layer.source.tensors.values()}))
-            recoded = layer.layer if layer.reencoded else None
-            yield _Job(layer.files, inputs, partial(self._job, stop, write, f"layer {layer.layer}", recoded))
-        for name in self.plan.files:
-            yield _Job((name,), (name,), partial(self._job, stop, partial(copy_file, name, self.payload), name))
-
-    def _job(self, stop: threading.Event, write: Write, what: str, recoded_layer: int | None = None) -> Results:
-        """Run one job; what it found goes with its first file."""
-        work = Work(self.output, self.progress, stop, self.allow_nonfinite)
-        if stop.is_set():
-            raise Stopped
-        try:
-            records = write(work=work)
-        except OSError as error:
-            do = "The run can be repeated once this is mended: it goes on where it stopped."
-            raise ResourceError(complain(self.output, f"{what} failed", expected="no error", found=error.strerror, do=do)) from error
-        facts: dict[str, Json] = work.findings.to_json()
-        if recoded_layer is not None and self.recoder is not None:
-            facts["reencoded"] = self.recoder.facts(recoded_layer)
-        return {name: (record, facts if at == 0 else None) for at, (name, record) in enumerate(records.items())}
-
-    def _bytes_of(self, names: set[str]) -> int:
-        shards = sum(entry.nbytes for shard in self.plan.shards if shard.file in names for entry in shard.entries)
-        return shards + sum(layer.file_nbytes * len(layer.files) for layer in self.plan.layers if layer.files[0] in names)
-
-    # ---- JSON, in the order in which a reader must not find it too early ----
-
-    def _json_files(self) -> list[str]:
-        sliced = [SIDECAR] if self.plan.target in SLICED else []
-        tiers = [TIER_MAP] if self.plan.target == "rank-sliced" else []
-        return [INDEX, *tiers, *sliced, *([] if self.plan.is_partial else [QUANT_CONFIG, CONFIG])]
-
-    def write_json_files(self) -> dict[str, FileRecord]:
-        """The index and what describes the layers, then the configs: a reader that finds config.json finds everything."""
-        plan = self.plan
-        makers: dict[str, Callable[[], Json]] = {
-            INDEX: plan.index,
-            TIER_MAP: plan.tier_map,
-            SIDECAR: plan.sidecar,
-            QUANT_CONFIG: lambda: plan.quantization,
-            CONFIG: lambda: plan.config,
-        }
-        return {name: write_json(self.output / name, makers[name](), compact=name in (INDEX, SIDECAR)) for name in self._json_files()}
-
-
-def _merge_findings(facts: Mapping[str, Json]) -> Findings:
-    """Findings of all files, by tensor name."""
-    zeros = {name: found for fact in facts.values() for name, found in fact.get("zeros", {}).items()}
-    nonfinite = {name: found for fact in facts.values() for name, found in fact.get("nonfinite", {}).items()}
-    return Findings(dict(sorted(zeros.items())), dict(sorted(nonfinite.items())))
+def _threads(recoder: Recoder | None) -> int:
+    """Two layers at a time for every device that encodes: one reads and writes while the other computes."""
+    return max(min(DEFAULT_THREADS, os.cpu_count() or 1), 2 * recoder.devices if recoder is not None else 0)
