@@ -280,7 +280,6 @@ def test_refusals_and_dry_runs_leave_nothing(tmp_path: Path) -> None:
     source = sample(tmp_path / "s")
     refused(UnsupportedError, source, tmp_path / "o", "mix K", target="rank-sliced", tp=2)
     refused(UnsupportedError, source, tmp_path / "o", "[1, 2, 4]", target="slabs", tp=8)
-    refused(UnsupportedError, source, tmp_path / "o", "encode again", target="rank-sliced", tp=2, mixed_k="lift")
     refused(UsageError, source, tmp_path / "o", "--mixed-k", target="rank-sliced", tp=2, mixed_k="guess")
     dry = repack(source, tmp_path / "o", target="slabs", tp=2, dry_run=True)
     assert dry.files == {}
@@ -451,6 +450,8 @@ def test_some_layers_never_pass_as_whole(tmp_path: Path) -> None:
 class Pattern:
     """A recoder whose every trellis is one repeated byte: its new K."""
 
+    engine, devices, reference = "pattern", 1, None
+
     def __init__(self) -> None:
         self.moves: list[Move] = []
 
@@ -464,19 +465,23 @@ class Pattern:
             yield np.full(old.nbytes // k * move.new_bits, move.new_bits, np.uint8)
 
     def facts(self, layer: int) -> Any:
-        return {"layer": layer}
+        return {f"layer {layer}": {"from": 3, "to": 4, "relative_error": 0.25 * (layer - 2)}}
 
 
-def test_reencoded_matrices_come_from_the_recoder(tmp_path: Path) -> None:
+def test_reencoded_matrices_come_from_the_recoder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source, output, recoder = sample(tmp_path / "s"), tmp_path / "o", Pattern()
-    made = repack(source, output, target="rank-sliced", tp=2, mixed_k="lift", recoder=recoder)
+    monkeypatch.setattr("r7convert.repack._recoder", lambda *_: recoder)
+    made = repack(source, output, target="rank-sliced", tp=2, mixed_k="lift")
     before, after = contents(source), contents(output)
     changed = {name for name in before if before[name] != after[name]}
     assert changed == {move.sources[0].name for move in recoder.moves}
     assert len(changed) == made.plan.reencoded > 5
     accounting = read_manifest(output).facts["accounting"]
     assert accounting["lifted"]["tensors"] == len(changed)
-    assert read_manifest(output).facts["reencoded"] == {f"experts-layer-00{n}-rank-0-of-2.safetensors": {"layer": n} for n in (3, 4)}
+    facts = read_manifest(output).facts
+    assert facts["reencoded"] == {f"layer {n}": {"from": 3, "to": 4, "relative_error": 0.25 * (n - 2)} for n in (3, 4)}
+    assert facts["errors"] == {"mean_of_lifted": 0.375, "worst_of_lifted": 0.5}
+    assert (facts["policy"]["name"], facts["policy"]["reference"]) == ("lift", None)
     bits = [set(row) for layer in made.plan.layers for row in layer.bits]
     assert all(len(ks) == 1 for ks in bits)
     name = next(iter(changed)).removesuffix(".trellis")
