@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from r7convert.cli_options import AsJson, DryRun, Quiet, Reader, SourceOrRepo, Target, Verbose, parse_layers, parse_size, wants_bars
+from r7convert.cli_options import (
+    AsJson,
+    Device,
+    DryRun,
+    Quiet,
+    Reader,
+    SourceOrRepo,
+    Target,
+    Verbose,
+    open_checkpoint,
+    parse_layers,
+    parse_size,
+    wants_bars,
+)
 from r7convert.errors import UsageError, complain
-from r7convert.terminal import Terminal, format_table, in_bytes, wrap
+from r7convert.terminal import Terminal, format_table, in_bytes, in_time, wrap
 
 if TYPE_CHECKING:
     from r7convert.repack import Repacked
@@ -31,6 +44,19 @@ def repack(
     mixed_k: Annotated[
         Literal["refuse", "lift", "fit"], typer.Option(help="What to do with experts that mix K, for target rank-sliced.")
     ] = "refuse",
+    budget: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE", help="Of --mixed-k fit: 300GB, 105%, +5% or 3.6bpw. By default the payload's size.", show_default=False
+        ),
+    ] = None,
+    importance: Annotated[
+        Path | None, typer.Option(metavar="JSON", help="Weights of experts for fit, such as routing counts.", show_default=False)
+    ] = None,
+    reference: Annotated[
+        str | None, typer.Option(metavar="SRC", help="BF16 originals, a folder or a repository, to encode from.", show_default=False)
+    ] = None,
+    device: Device = "auto",
     layers: Annotated[str | None, typer.Option(metavar="A-B", help="Only these layers' experts: a part, nothing loads it alone.")] = None,
     threads: Annotated[int | None, typer.Option(help="Files written at a time.")] = None,
     link: Annotated[bool, typer.Option("--link", help="Hard-link shards that do not change.")] = False,
@@ -55,6 +81,8 @@ def repack(
 ) -> None:
     """Convert a checkpoint for another reader. Repeat the command to finish a run that was cut short."""
     from r7convert.address import parse_address, parse_repo
+    from r7convert.ktable import parse_budget
+    from r7convert.store import read_json
 
     place = parse_address(source)
     terminal = Terminal(as_json=as_json, quiet=quiet, verbose=verbose, bars=isinstance(place, Path) or wants_bars())
@@ -64,19 +92,27 @@ def repack(
         "reader": reader,
         "rotation_layout": rotation_layout,
         "mixed_k": mixed_k,
+        "budget": parse_budget(budget) if budget is not None else None,
+        "importance": read_json(importance) if importance is not None else None,
         "layers": parse_layers(layers),
         "drop_mtp": drop_mtp,
     }
-    common: dict[str, Any] = {"dry_run": dry_run, "restart": restart, "allow_nonfinite": allow_nonfinite}
+    common: dict[str, Any] = {"device": device, "reference": open_checkpoint(reference) if reference is not None else None}
+    common |= {"dry_run": dry_run, "restart": restart, "allow_nonfinite": allow_nonfinite}
     common["progress"] = terminal.progress()
     if isinstance(place, Path):
         for option, given in (("--stream", stream), ("--max-disk", max_disk), ("--push-as-you-go", push_as_you_go)):
             if given:
                 raise UsageError(complain(option, "for a repository of the Hub", expected="org/name", found=source))
         from r7convert.repack import repack as convert
+        from r7convert.team import join_team
 
-        done = convert(place, output, threads=threads, link=link, **choices, **common)
-        terminal.result(done.to_json(), _repack_lines(done, verbose))
+        with join_team() as team:
+            if not team.is_first:
+                common["progress"] = None
+            done = convert(place, output, threads=threads, link=link, team=team, **choices, **common)
+            if team.is_first:
+                terminal.result(done.to_json(), _repack_lines(done, verbose))
         return
     if not stream and not dry_run:
         do = f"Use --stream, or first: r7convert download {place} DIR."
@@ -125,12 +161,25 @@ def _repack_lines(done: Repacked, verbose: bool) -> Iterator[str]:
         yield f"note: exact zeros in {len(done.findings.zeros):,} vectors, as in the source"
     if done.findings.nonfinite:
         yield f"note: non-finite values in {len(done.findings.nonfinite):,} vectors, marked in the manifest"
+    for name, price in done.prices.items():
+        yield from wrap(f"--mixed-k {name}: {_price(price)}")
     if done.dry_run:
         yield f"would write {in_bytes(plan.payload_bytes)} of payload; nothing was touched"
         return
     written = sum(record.size for record in done.files.values())
     resumed = f", {done.resumed} of them by an earlier run" if done.resumed else ""
     yield f"{len(done.files)} files, {in_bytes(written)}, sealed by MANIFEST.json{resumed}"
+
+
+def _price(price: Mapping[str, Any]) -> str:
+    if "impossible" in price:
+        return str(price["impossible"])
+    growth = 100 * (price["bytes_after"] / price["bytes_before"] - 1)
+    error = price["expected_error_after"] / price["expected_error_before"] if price["expected_error_before"] else 1.0
+    matrices = f"{price['lifted']:,} matrices lifted, {price['lowered']:,} lowered"
+    return (
+        f"{matrices}, {in_bytes(price['bytes_after'])} ({growth:+.1f}%), error x {error:.2f}, encoded here in {in_time(price['encode_s'])}"
+    )
 
 
 def verify(

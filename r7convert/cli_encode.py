@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from r7convert.cli_options import AsJson, DryRun, Quiet, Verbose, parse_layers
+from r7convert.cli_options import AsJson, Device, DryRun, Quiet, Verbose, parse_layers
 from r7convert.terminal import Terminal, format_table, in_bytes, in_time, wrap
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ def encode_shared(
     folder: Annotated[Path, typer.Argument(metavar="OUT", help="A folder that repack wrote, or any with --output.", show_default=False)],
     output: Annotated[Path | None, typer.Option(help="Write a new folder there; OUT is then left as it is.", show_default=False)] = None,
     bits: Annotated[int, typer.Option(help="K of the encoded matrices.")] = 6,
-    device: Annotated[str, typer.Option(metavar="DEVICE", help="auto (every GPU, else the CPU), cuda, cuda:N or cpu.")] = "auto",
+    device: Device = "auto",
     source: Annotated[Path | None, typer.Option(metavar="SRC", help="Take the BF16 weights from there.", show_default=False)] = None,
     layers: Annotated[str | None, typer.Option(metavar="A-B", help="Only these layers' shared experts.")] = None,
     min_snr: Annotated[float | None, typer.Option(metavar="DB", help="A matrix under so many decibels counts as failed.")] = None,

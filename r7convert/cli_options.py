@@ -18,6 +18,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON."
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress, no talk.")]
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="More of both.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Say what would be done; touch nothing.")]
+Device = Annotated[str, typer.Option(metavar="DEVICE", help="auto (every GPU, else the CPU), cuda, cuda:N or cpu.")]
 Target = Literal["r7", "rank-sliced", "slabs", "exl3"]
 Reader = Literal["r14", "r28"]
 Source = Annotated[str, typer.Argument(metavar="SRC", help="A checkpoint folder.", show_default=False)]

@@ -46,6 +46,7 @@ def repack(
     rotation_layout: str | None = None,
     mixed_k: str = "refuse",
     budget: Budget | None = None,
+    budget_bytes: int | None = None,
     importance: Json = None,
     reference: Checkpoint | None = None,
     device: str = "auto",
@@ -69,7 +70,7 @@ def repack(
     """
     check_disjoint(source, output)
     checkpoint = read_checkpoint(source)
-    choice = KChoice(checkpoint, mixed_k, budget, importance, from_originals=reference is not None)
+    choice = KChoice(checkpoint, mixed_k, budget or bytes_budget(budget_bytes), importance, from_originals=reference is not None)
     try:
         plan = plan_repack(
             checkpoint,
@@ -104,12 +105,21 @@ def repack(
     )
 
 
-def choose_plan(checkpoint: Checkpoint, *, mixed_k: str = "refuse", budget_bytes: int | None = None, **choices: Any) -> Plan:
+def choose_plan(
+    checkpoint: Checkpoint,
+    *,
+    mixed_k: str = "refuse",
+    budget: Budget | None = None,
+    budget_bytes: int | None = None,
+    importance: Json = None,
+    reference: Checkpoint | None = None,
+    **choices: Any,
+) -> Plan:
     """The plan of `plan_repack` with a K policy by its name; the checkpoint may be on the Hub.
 
     Raises:  as `plan_repack`.
     """
-    choice = KChoice(checkpoint, mixed_k, bytes_budget(budget_bytes))
+    choice = KChoice(checkpoint, mixed_k, budget or bytes_budget(budget_bytes), importance, from_originals=reference is not None)
     return replace(plan_repack(checkpoint, choose=choice, **choices), policy=choice.facts())
 
 

@@ -208,7 +208,7 @@ class Run:
             try:
                 while waiting:
                     done, waiting = wait(waiting, return_when=FIRST_COMPLETED)
-                    for future in done:
+                    for future in sorted(done, key=lambda future: future.exception() is not None):  # what is done counts, first
                         results = future.result()
                         for name, (record, facts) in results.items():
                             journal.record(name, record, facts)

@@ -17,8 +17,7 @@ from typing import Any
 from r7convert.address import Repo
 from r7convert.branch import Branch, Outgoing, find_repo, open_branch
 from r7convert.card import CARD, render_card
-from r7convert.checkpoint import build_checkpoint
-from r7convert.copying import Recoder
+from r7convert.checkpoint import Checkpoint, build_checkpoint
 from r7convert.errors import UsageError, complain
 from r7convert.fetcher import Fetcher
 from r7convert.journal import MANIFEST, Manifest, manifest_digest, read_journal, read_manifest
@@ -58,7 +57,8 @@ def stream(
     dry_run: bool = False,
     restart: bool = False,
     allow_nonfinite: bool = False,
-    recoder: Recoder | None = None,
+    device: str = "auto",
+    reference: Checkpoint | None = None,
     progress: Progress | None = None,
     **choices: Any,
 ) -> Streamed:
@@ -71,7 +71,7 @@ def stream(
     """
     progress = progress or Progress()
     remote = RemoteSource(_resume_at(source, output, restart))
-    plan = choose_plan(build_checkpoint(remote), **choices)
+    plan = choose_plan(build_checkpoint(remote), reference=reference, **choices)
     notes = tuple(remote.notes)
     if dry_run:
         return Streamed(Repacked(plan, output, dry_run=True), 0, notes)
@@ -87,7 +87,8 @@ def stream(
             threads=1,  # fetching bounds the pace, and one job at a time can never wait for another's files
             restart=restart,
             allow_nonfinite=allow_nonfinite,
-            recoder=recoder,
+            device=device,
+            reference=reference,
             outlet=outlet,
             progress=progress,
         )

@@ -194,7 +194,7 @@ def test_finished_files_go_up_and_are_dropped(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("r7convert.repack.HEADER_ROOM", 20_000)  # a MB a file is little only where files are large
+    monkeypatch.setattr("r7convert.repack_run.HEADER_ROOM", 20_000)  # a MB a file is little only where files are large
     whole = expected(published)
     bound = 5 * largest(sample) // 2
     assert sum(map(len, whole.values())) > 2.5 * bound
