@@ -7,8 +7,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from tests.hub_server import HubServer
+
+# A deadline would measure how busy the machine is.
+settings.register_profile("r7convert", deadline=None)
+settings.load_profile("r7convert")
 
 
 @pytest.fixture
