@@ -54,11 +54,11 @@ def search_tiles(tiles: Tensor, *, bits: int) -> tuple[Tensor, Tensor]:
     x = tiles.contiguous().numpy()
     states = np.empty(x.shape, dtype=np.int32)
     lossy = np.zeros(len(x), dtype=np.bool_)
-    values, grouped = _values(bits)
+    values, lanes = _values(bits)
 
     def search(task: slice) -> None:
-        costs = np.empty((_STEPS + 1, trellis.STATES >> bits), dtype=np.float32)
-        _search(bits, x[task], values, grouped, costs, states[task], lossy[task])
+        costs = torch.empty(_STEPS + 1, trellis.STATES >> bits).numpy()
+        _search(bits, x[task], values, lanes, costs, states[task], lossy[task])
 
     with ThreadPoolExecutor(torch.get_num_threads()) as pool:
         running = [pool.submit(search, slice(first, first + _TASK_TILES)) for first in range(0, len(x), _TASK_TILES)]
@@ -77,90 +77,108 @@ def search_tiles(tiles: Tensor, *, bits: int) -> tuple[Tensor, Tensor]:
 
 @lru_cache(maxsize=8)
 def _values(bits: int) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    """The codebook in state order [branch, node], and as a step reads it: [group, branch, node in group]."""
+    """The codebook in state order, and in the order in which a step reads it."""
     values = trellis.codebook("cpu").float().numpy()
-    branches = 1 << bits
-    return values, np.ascontiguousarray(values.reshape(branches, -1, branches).swapaxes(0, 1)).ravel()
+    return values, _in_lanes(values, bits)
 
 
-def _write_relax(typing: Any, bits: Any, x: Any, cost: Any, grouped: Any, new: Any) -> Any:
+def _span(bits: int) -> int:
+    """How many nodes a step works on at a time: 4 vectors, or one group where that is larger."""
+    return max(4 * _LANES, 1 << bits)
+
+
+def _in_lanes(values: np.ndarray[Any, Any], bits: int) -> np.ndarray[Any, Any]:
+    """Values as [span of nodes, branch, node in span]; where a vector holds several groups, their nodes take turns in it."""
+    branches, span = 1 << bits, _span(bits)
+    together = max(1, _LANES // branches)
+    lanes = values.reshape(branches, -1, span // _LANES, together, _LANES // together).swapaxes(3, 4)
+    # torch's memory begins at a multiple of 64, numpy's at 16: vectors across two cache lines cost K6 a fifth of its speed.
+    return torch.from_numpy(lanes.swapaxes(0, 1).copy()).clone().view(-1).numpy()
+
+
+def _write_relax(typing: Any, bits: Any, x: Any, cost: Any, lanes: Any, new: Any) -> Any:
     """new[v] = min over branches a of cost[a, v >> K] + (x - value[a, v])^2, for all nodes v; K is a literal.
 
-    The 2^K nodes that share v >> K, a group, have the same 2^K predecessors. Their best costs stay in registers while
-    the branches pass: one broadcast cost and 2^K values each. IEEE arithmetic, nothing fused, nothing reordered.
+    The 2^K nodes that share v >> K, a group, have the same 2^K predecessors. The best costs of some nodes stay in
+    registers while the branches pass: each time one load spreads the group's cost over the lanes, of two groups at K3,
+    whose nodes take turns in a vector so that one load can. IEEE arithmetic, nothing fused, nothing reordered.
     """
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        branches = 1 << bits.literal_value
-        groups = trellis.STATES >> 2 * bits.literal_value
-        width = min(_LANES, branches)
+        branches, span = 1 << bits.literal_value, _span(bits.literal_value)
+        nodes = trellis.STATES // branches
+        together = max(1, _LANES // branches)
         unrolled = min(8, branches)
-        vector = ir.VectorType(ir.FloatType(), width)
-        first_lane = ir.Constant(ir.VectorType(ir.IntType(32), width), [0] * width)
-        pointers = [
-            context.make_array(kind)(context, builder, argument).data
-            for kind, argument in zip(signature.args[2:], arguments[2:], strict=True)
-        ]
-        cost_at, grouped_at, new_at = pointers
+        vector = ir.VectorType(ir.FloatType(), _LANES)
+        few = ir.VectorType(ir.FloatType(), together)
+        arrays = zip(signature.args[2:], arguments[2:], strict=True)
+        cost_at, lanes_at, new_at = (context.make_array(kind)(context, builder, argument).data for kind, argument in arrays)
 
         def number(value: int) -> Any:
             return ir.Constant(ir.IntType(64), value)
 
-        def splat(scalar: Any) -> Any:
-            lane = builder.insert_element(ir.Constant(vector, ir.Undefined), scalar, ir.Constant(ir.IntType(32), 0))
-            return builder.shuffle_vector(lane, ir.Constant(vector, ir.Undefined), first_lane)
+        def at(pointer: Any, index: Any, kind: Any) -> Any:
+            return builder.bitcast(builder.gep(pointer, [index]), kind.as_pointer())
 
-        def vector_at(pointer: Any, index: Any) -> Any:
-            return builder.bitcast(builder.gep(pointer, [index]), vector.as_pointer())
+        def load(pointer: Any, index: Any, kind: Any) -> Any:
+            loaded = builder.load(at(pointer, index, kind))
+            loaded.align = 4
+            return loaded
 
-        weight = splat(arguments[1])
-        bests = [cgutils.alloca_once(builder, vector) for _ in range(branches // width)]
-        with cgutils.for_range(builder, number(groups)) as outer:
-            group = outer.index
+        def arranged(source: Any, order: list[int]) -> Any:
+            mask = ir.Constant(ir.VectorType(ir.IntType(32), _LANES), order)
+            return builder.shuffle_vector(source, ir.Constant(source.type, ir.Undefined), mask)
+
+        single = ir.Constant(ir.VectorType(ir.FloatType(), 1), ir.Undefined)
+        weight = arranged(builder.insert_element(single, arguments[1], ir.Constant(ir.IntType(32), 0)), [0] * _LANES)
+        bests = [cgutils.alloca_once(builder, vector) for _ in range(span // _LANES)]
+        with cgutils.for_range(builder, number(nodes // span)) as outer:
+            first = builder.mul(outer.index, number(span))
+            group = builder.mul(outer.index, number(span // branches))
             for best in bests:
-                builder.store(ir.Constant(vector, [float("inf")] * width), best)
+                builder.store(ir.Constant(vector, [float("inf")] * _LANES), best)
             with cgutils.for_range(builder, number(branches // unrolled)) as inner:
                 for nth in range(unrolled):
                     branch = builder.add(builder.mul(inner.index, number(unrolled)), number(nth))
-                    node = builder.add(builder.mul(branch, number(groups)), group)
-                    before = splat(builder.load(builder.gep(cost_at, [node])))
-                    row = builder.mul(builder.add(builder.mul(group, number(branches)), branch), number(branches))
+                    node = builder.add(builder.mul(branch, number(nodes // branches)), group)
+                    row = builder.add(builder.mul(first, number(branches)), builder.mul(branch, number(span)))
                     for k, best in enumerate(bests):
-                        value = builder.load(vector_at(grouped_at, builder.add(row, number(k * width))))
-                        value.align = 4
-                        miss = builder.fsub(weight, value)
+                        before = load(cost_at, builder.add(node, number(k * _LANES // branches)), few)
+                        miss = builder.fsub(weight, load(lanes_at, builder.add(row, number(k * _LANES)), vector))
+                        before = arranged(before, [lane % together for lane in range(_LANES)])
                         total = builder.fadd(before, builder.fmul(miss, miss))
                         least = builder.load(best)
                         builder.store(builder.select(builder.fcmp_ordered("<", total, least), total, least), best)
-            row = builder.mul(group, number(branches))
+            in_order = [lane % branches * together + lane // branches if together > 1 else lane for lane in range(_LANES)]
             for k, best in enumerate(bests):
-                builder.store(builder.load(best), vector_at(new_at, builder.add(row, number(k * width)))).align = 4
+                place = at(new_at, builder.add(first, number(k * _LANES)), vector)
+                builder.store(arranged(builder.load(best), in_order), place).align = 4
         return context.get_dummy_value()
 
-    return types.void(bits, x, cost, grouped, new), generate
+    return types.void(bits, x, cost, lanes, new), generate
 
 
 _relax: Any = intrinsic(prefer_literal=True)(_write_relax)
 
 
 @njit(nogil=True, cache=True)
-def _step(bits: Any, x: Any, cost: Any, grouped: Any, new: Any) -> None:
+def _step(bits: Any, x: Any, cost: Any, lanes: Any, new: Any) -> None:
     if bits == 1:
-        _relax(1, x, cost, grouped, new)
+        _relax(1, x, cost, lanes, new)
     elif bits == 2:
-        _relax(2, x, cost, grouped, new)
+        _relax(2, x, cost, lanes, new)
     elif bits == 3:
-        _relax(3, x, cost, grouped, new)
+        _relax(3, x, cost, lanes, new)
     elif bits == 4:
-        _relax(4, x, cost, grouped, new)
+        _relax(4, x, cost, lanes, new)
     elif bits == 5:
-        _relax(5, x, cost, grouped, new)
+        _relax(5, x, cost, lanes, new)
     elif bits == 6:
-        _relax(6, x, cost, grouped, new)
+        _relax(6, x, cost, lanes, new)
     elif bits == 7:
-        _relax(7, x, cost, grouped, new)
+        _relax(7, x, cost, lanes, new)
     else:
-        _relax(8, x, cost, grouped, new)
+        _relax(8, x, cost, lanes, new)
 
 
 @njit(nogil=True, cache=True)
@@ -189,7 +207,7 @@ def _walk_back(bits: Any, x: Any, costs: Any, values: Any, node: Any, last: Any,
 
 
 @njit(nogil=True, cache=True)
-def _search(bits: Any, tiles: Any, values: Any, grouped: Any, costs: Any, states: Any, lossy: Any) -> None:
+def _search(bits: Any, tiles: Any, values: Any, lanes: Any, costs: Any, states: Any, lossy: Any) -> None:
     """Search some tiles; `lossy` marks those that a free path fits exactly and the closed path found does not.
 
     costs[step] are the node costs before that step, at position (128 + step) mod 256: step 128 is where the ring closes.
@@ -198,7 +216,7 @@ def _search(bits: Any, tiles: Any, values: Any, grouped: Any, costs: Any, states
         x = tiles[tile]
         costs[0] = 0.0
         for step in range(_STEPS):
-            _step(bits, x[(128 + step) & 255], costs[step], grouped, costs[step + 1])
+            _step(bits, x[(128 + step) & 255], costs[step], lanes, costs[step + 1])
         best = np.argmin(costs[256])
         bound = costs[256, best]
         closing = _walk_back(bits, x, costs, values, best, 256, states[tile])
@@ -206,7 +224,7 @@ def _search(bits: Any, tiles: Any, values: Any, grouped: Any, costs: Any, states
             costs[128] = np.inf
             costs[128, closing] = 0.0
             for step in range(128, _STEPS):
-                _step(bits, x[(128 + step) & 255], costs[step], grouped, costs[step + 1])
+                _step(bits, x[(128 + step) & 255], costs[step], lanes, costs[step + 1])
             _walk_back(bits, x, costs, values, closing, _STEPS, states[tile])
         if bound == 0:
             for position in range(256):

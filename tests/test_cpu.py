@@ -7,7 +7,6 @@ import sys
 import time
 from collections.abc import Iterator
 
-import numpy as np
 import pytest
 import torch
 
@@ -130,8 +129,7 @@ def test_a_stream_survives_a_codebook_full_of_equal_values(monkeypatch: pytest.M
     coarse = torch.randint(0, 16, (65536,), generator=torch.Generator().manual_seed(3)).half()
     monkeypatch.setattr(trellis, "codebook", lambda device: coarse)
     values = coarse.float().numpy()
-    grouped = np.ascontiguousarray(values.reshape(16, -1, 16).swapaxes(0, 1)).ravel()
-    monkeypatch.setattr(cpu, "_values", lambda bits: (values, grouped))
+    monkeypatch.setattr(cpu, "_values", lambda bits: (values, cpu._in_lanes(values, bits)))
     words = torch.randint(-32768, 32768, (64, 64), dtype=torch.int16, generator=torch.Generator().manual_seed(0))
     tiles = coarse[trellis.unpack_states(words, bits=4)].float()
 
