@@ -133,6 +133,13 @@ def _load_kernel(file: str, symbol: str, index: int, defines: tuple[tuple[str, i
     return Kernel(cubin, torch.device("cuda", index))
 
 
+def most_shared_bytes(device: torch.device) -> int:
+    """Shared memory that one block may have on this device: 99 KiB on sm_89 and sm_120, 227 KiB on sm_90 and sm_100."""
+    from cuda.core import Device
+
+    return int(Device(_index(device)).properties.max_shared_memory_per_block_optin)
+
+
 def cache_dir() -> Path:
     """Where cubins are kept: $R7CONVERT_CACHE, else $XDG_CACHE_HOME/r7convert, else ~/.cache/r7convert."""
     own = os.environ.get("R7CONVERT_CACHE")

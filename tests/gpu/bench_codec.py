@@ -1,0 +1,150 @@
+"""make bench-codec: search, decode, rotation and whole encodes on this machine's GPU; checks first, then times.
+
+CUDA events, warm-up, the median of seven; inputs rotated so that no run finds its input in the cache. Beside exllamav3's
+kernels, on the same tensors, where tests/gpu/exllamav3_side.py can get at them. Figures go to docs/log.md by hand.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from r7convert import codec, kernels
+
+GOALS = {3: 450_000, 4: 500_000, 5: 500_000, 6: 500_000}
+ENCODES = [((6144, 2048), 6, 0.14), ((6144, 4096), 6, 0.26), ((2048, 6144), 6, 0.14), *(((6144, 512), bits, 0.06) for bits in (3, 4, 5))]
+REAL_WEIGHTS = Path(os.environ.get("R7_REAL_WEIGHTS", "build/minilm_mlp.pt"))
+
+
+def median_ms(work: Callable[[int], object], repeats: int = 7) -> float:
+    """Median time of work(i) on the GPU; i rotates, so that work can rotate its inputs."""
+    for i in range(2):
+        work(i)
+    times = []
+    for i in range(repeats):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        work(i)
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end))
+    return statistics.median(times)
+
+
+def gaussian(count: int, bits: int, seed: int) -> torch.Tensor:
+    generator = torch.Generator("cuda").manual_seed(seed)
+    return torch.randn(count, 256, device="cuda", generator=generator) * codec.BEST_DEVIATION[bits]
+
+
+def words(*shape: int, seed: int) -> torch.Tensor:
+    generator = torch.Generator("cuda").manual_seed(seed)
+    return torch.randint(-32768, 32768, shape, dtype=torch.int16, device="cuda", generator=generator)
+
+
+def check(count: int) -> None:
+    print(f"checks: decode bitwise, streams without loss, error against the truth's on {count} Gaussian tiles")
+    for bits in kernels.SEARCH_BITS:
+        trellis = words(64, 96, 16 * bits, seed=bits)
+        assert torch.equal(kernels.decode_tiles(trellis, bits=bits), codec.decode_tiles(trellis, bits=bits)), f"decode K{bits}"
+        states = kernels.unpack_states(trellis.flatten(0, 1), bits=bits)
+        assert torch.equal(states, codec.unpack_states(trellis.flatten(0, 1), bits=bits)), f"unpack K{bits}"
+        _, error = kernels.search_tiles(codec.codebook("cuda")[states].float(), bits=bits)
+        lost = float(error.max())
+        tiles = gaussian(count, bits, seed=1)
+        started = time.perf_counter()
+        _, least = codec.search_tiles(tiles, bits=bits)
+        truth_s = time.perf_counter() - started
+        _, error = kernels.search_tiles(tiles, bits=bits)
+        energy = tiles.double().square().sum()
+        ratio = float(error.sum() / least.sum())
+        print(
+            f"  K{bits}: decode equal, worst loss of {len(states)} streams {lost:.2e}, relative error {float(error.sum() / energy):.6f}"
+            f" (truth {float(least.sum() / energy):.6f}, ratio {ratio:.6f}; truth {count / truth_s:.0f} tiles/s here)",
+            flush=True,
+        )
+        if lost or ratio > 1.001:
+            print(f"  K{bits}: CHECK FAILED", flush=True)
+
+
+def bench_search(count: int) -> None:
+    print(f"search_tiles, {count} tiles")
+    for bits in kernels.SEARCH_BITS:
+        inputs = [gaussian(count, bits, seed) for seed in range(2)]
+        search = kernels._search(inputs[0].device, bits)
+        kernel_ms = median_ms(lambda i, search=search, inputs=inputs: search(inputs[i % 2]))
+        door_ms = median_ms(lambda i, bits=bits, inputs=inputs: kernels.search_tiles(inputs[i % 2], bits=bits), 5)
+        rate = count / kernel_ms * 1e3
+        print(f"  K{bits}: {rate:9,.0f} tiles/s kernel, {count / door_ms * 1e3:9,.0f} through the door; goal {GOALS[bits]:,}", flush=True)
+
+
+def copy_gb_s() -> float:
+    source = torch.empty(1 << 30, dtype=torch.uint8, device="cuda").random_()
+    target = torch.empty_like(source)
+    return 2 * source.numel() / median_ms(lambda _: target.copy_(source)) / 1e6
+
+
+def bench_decode() -> None:
+    print(f"decode_tiles [12288, 8192]; copy moves {copy_gb_s():,.0f} GB/s read and written")
+    for bits in kernels.SEARCH_BITS:
+        inputs = [words(768, 512, 16 * bits, seed=seed) for seed in range(4)]
+        moved = inputs[0].numel() * 2 + 12288 * 8192 * 2
+        ms = median_ms(lambda i, bits=bits, inputs=inputs: kernels.decode_tiles(inputs[i % 4], bits=bits))
+        print(f"  K{bits}: {moved / ms / 1e6:7,.0f} GB/s in + out; goal 3,000", flush=True)
+    x = [torch.randn(12288, 8192, device="cuda").half() for _ in range(2)]
+    for dim in (0, 1):
+        ms = median_ms(lambda i, dim=dim: kernels.hadamard_128(x[i % 2], dim=dim))
+        print(f"  hadamard_128 fp16 dim {dim}: {4 * x[0].numel() / ms / 1e6:7,.0f} GB/s in + out", flush=True)
+
+
+def bench_encode() -> None:
+    print("encode_matrix, BF16 Gaussian weights")
+    for (rows, columns), bits, goal in ENCODES:
+        weights = [torch.randn(rows, columns, device="cuda").bfloat16() * 0.02 for _ in range(2)]
+        encoded = kernels.encode_matrix(weights[0], bits=bits, seed=1)
+        seconds = median_ms(lambda i, bits=bits, weights=weights: kernels.encode_matrix(weights[i % 2], bits=bits, seed=1), 5) / 1e3
+        print(
+            f"  [{rows}, {columns}] K{bits}: {seconds:.4f} s, {rows * columns / seconds / 1e6:7.1f} Mweights/s,"
+            f" relative error {encoded.relative_error:.6f}; goal {goal} s",
+            flush=True,
+        )
+
+
+def bench_real_weights() -> None:
+    if not REAL_WEIGHTS.is_file():
+        print(f"real weights: skipped, {REAL_WEIGHTS} is not there (python -m tests.gpu.real_weights writes it)")
+        return
+    print(f"real weights: {REAL_WEIGHTS}")
+    for name, weight in torch.load(REAL_WEIGHTS).items():
+        errors = [kernels.encode_matrix(weight.cuda(), bits=bits, seed=1).relative_error for bits in kernels.SEARCH_BITS]
+        print(f"  {name} {[*weight.shape]}: " + ", ".join(f"K{b} {e:.6f}" for b, e in zip(kernels.SEARCH_BITS, errors, strict=True)))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="fewer tiles")
+    parser.add_argument("--only", default="check,search,decode,encode,real,exllamav3", help="sections, by commas")
+    args = parser.parse_args()
+    if not torch.cuda.is_available():
+        sys.exit("bench-codec needs a CUDA GPU")
+    print(torch.cuda.get_device_name(), "torch", torch.__version__, "CUDA", torch.version.cuda)
+    sections = {
+        "check": lambda: check(512 if args.quick else 4096),
+        "search": lambda: bench_search(132 * 4 * (8 if args.quick else 93)),
+        "decode": bench_decode,
+        "encode": bench_encode,
+        "real": bench_real_weights,
+    }
+    for name in args.only.split(","):
+        if name in sections:
+            sections[name]()
+
+
+if __name__ == "__main__":
+    main()
