@@ -17,42 +17,63 @@ __device__ __forceinline__ void narrow(float x, __half& out) { out = __float2hal
 __device__ __forceinline__ void narrow(float x, __nv_bfloat16& out) { out = __float2bfloat16_rn(x); }
 
 template <typename T>
-struct alignas(4 * sizeof(T)) Four {
-    T at[4];
+struct alignas(16) Eight {
+    T at[8];
 };
 
-// Along the last dimension: a warp transforms a block, four adjacent values a lane.
-template <typename T>
-__global__ void __launch_bounds__(256) hadamard_rows(const Four<T>* __restrict__ x, Four<T>* __restrict__ out, const float4* __restrict__ pre, const float4* __restrict__ post, i64 blocks, i64 blocks_a_row) {
-    const int lane = threadIdx.x % 32;
-    const i64 block = blockIdx.x * i64(blockDim.x / 32) + threadIdx.x / 32;
-    if (block >= blocks) return;
-    const i64 place = block % blocks_a_row * 32 + lane;
+constexpr int AT_ONCE = 2;  // pairs of blocks a warp has in flight
 
-    const Four<T> in = x[block * 32 + lane];
-    float v[4] = {widen(in.at[0]), widen(in.at[1]), widen(in.at[2]), widen(in.at[3])};
-    if (pre) {
-        const float4 p = pre[place];
-        v[0] = __fmul_rn(v[0], p.x), v[1] = __fmul_rn(v[1], p.y), v[2] = __fmul_rn(v[2], p.z), v[3] = __fmul_rn(v[3], p.w);
-    }
-    float w[4] = {v[0] + v[1], v[0] - v[1], v[2] + v[3], v[2] - v[3]};
-    v[0] = w[0] + w[2], v[1] = w[1] + w[3], v[2] = w[0] - w[2], v[3] = w[1] - w[3];
+// Along the last dimension: half a warp transforms a block, eight adjacent values a lane.
+template <typename T>
+__global__ void __launch_bounds__(256) hadamard_rows(const Eight<T>* __restrict__ x, Eight<T>* __restrict__ out, const Eight<float>* __restrict__ pre, const Eight<float>* __restrict__ post, i64 blocks, i64 blocks_a_row) {
+    const int lane = threadIdx.x % 16;
+    const i64 first = (blockIdx.x * i64(blockDim.x / 32) + threadIdx.x / 32) * 2 * AT_ONCE + threadIdx.x % 32 / 16;
+    i64 place = pre || post ? first % blocks_a_row : 0;  // of the block in its row
+
+    Eight<T> in[AT_ONCE] = {};
 #pragma unroll
-    for (int distance = 1; distance < 32; distance *= 2) {
+    for (int b = 0; b < AT_ONCE; ++b)
+        if (first + 2 * b < blocks) in[b] = x[(first + 2 * b) * 16 + lane];
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            const float other = __shfl_xor_sync(0xFFFFFFFFu, v[i], distance);
-            v[i] = lane & distance ? other - v[i] : v[i] + other;
+    for (int b = 0; b < AT_ONCE; ++b) {
+        float v[8];
+#pragma unroll
+        for (int i = 0; i < 8; ++i) v[i] = widen(in[b].at[i]);
+        if (pre) {
+            const Eight<float> scale = pre[place * 16 + lane];
+#pragma unroll
+            for (int i = 0; i < 8; ++i) v[i] = __fmul_rn(v[i], scale.at[i]);
         }
+#pragma unroll
+        for (int distance = 1; distance < 8; distance *= 2) {
+#pragma unroll
+            for (int i = 0; i < 8; ++i) {
+                if (!(i & distance)) {
+                    const float low = v[i], high = v[i + distance];
+                    v[i] = low + high, v[i + distance] = low - high;
+                }
+            }
+        }
+#pragma unroll
+        for (int distance = 1; distance < 16; distance *= 2) {
+            const float sign = lane & distance ? -1.0f : 1.0f;
+#pragma unroll
+            for (int i = 0; i < 8; ++i) v[i] = __fmaf_rn(sign, v[i], __shfl_xor_sync(0xFFFFFFFFu, v[i], distance));
+        }
+#pragma unroll
+        for (int i = 0; i < 8; ++i) v[i] = __fmul_rn(v[i], NORM);
+        if (post) {
+            const Eight<float> scale = post[place * 16 + lane];
+#pragma unroll
+            for (int i = 0; i < 8; ++i) v[i] = __fmul_rn(v[i], scale.at[i]);
+        }
+        Eight<T> result;
+#pragma unroll
+        for (int i = 0; i < 8; ++i) narrow(v[i], result.at[i]);
+        if (first + 2 * b < blocks) out[(first + 2 * b) * 16 + lane] = result;
+        if (pre || post)
+            for (place += 2; place >= blocks_a_row;) place -= blocks_a_row;
     }
-    float4 s = make_float4(1.0f, 1.0f, 1.0f, 1.0f);
-    if (post) s = post[place];
-    Four<T> result;
-    narrow(__fmul_rn(__fmul_rn(v[0], NORM), s.x), result.at[0]);
-    narrow(__fmul_rn(__fmul_rn(v[1], NORM), s.y), result.at[1]);
-    narrow(__fmul_rn(__fmul_rn(v[2], NORM), s.z), result.at[2]);
-    narrow(__fmul_rn(__fmul_rn(v[3], NORM), s.w), result.at[3]);
-    out[block * 32 + lane] = result;
 }
 
 // Along another dimension, as [rows, columns] with blocks of 128 rows: a thread transforms a block's column in registers.

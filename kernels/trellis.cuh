@@ -33,8 +33,13 @@ __device__ __forceinline__ u32 as_u32(__half2 h) {
     return bits;
 }
 
-// Two fp16 numbers whose sum is the value of a 16-bit state (bits above the 16 must be zero).
-__device__ __forceinline__ u32 mcg_terms(u32 state) { return ((state * MCG) & 0x8FFF8FFFu) ^ 0x3B603B60u; }
+// Two fp16 numbers whose sum is the value of a 16-bit state (bits above the 16 must be zero). The mask and the exclusive or are
+// one LOP3; the compiler alone makes two, to keep both constants as immediates.
+__device__ __forceinline__ u32 mcg_terms(u32 state) {
+    u32 terms;
+    asm("lop3.b32 %0, %1, %2, %3, 0x6A;" : "=r"(terms) : "r"(state * MCG), "r"(0x8FFF8FFFu), "r"(0x3B603B60u));
+    return terms;
+}
 
 __device__ __forceinline__ __half mcg_value(u32 state) {
     __half2 terms = as_half2(mcg_terms(state));

@@ -100,7 +100,7 @@ def hadamard_128(x: Tensor, *, dim: int = -1, pre: Tensor | None = None, post: T
     cpp = _CPP_TYPES[x.dtype]
     if inner == 1:
         kernel = load_kernel("hadamard.cu", f"hadamard_rows<{cpp}>", device=x.device)
-        kernel.launch(_blocks(blocks, 8), 256, x, out, *scales, blocks, blocks_a_side)
+        kernel.launch(_blocks(blocks, 32), 256, x, out, *scales, blocks, blocks_a_side)
     else:
         kernel = load_kernel("hadamard.cu", f"hadamard_columns<{cpp}>", device=x.device)
         kernel.launch(blocks * _blocks(inner, BLOCK), BLOCK, x, out, *scales, inner, blocks_a_side)
