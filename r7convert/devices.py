@@ -95,23 +95,23 @@ def work_on(devices: Sequence[torch.device], jobs: Iterable[J], work: Callable[[
 
 def search_tiles(tiles: Tensor, *, bits: int) -> tuple[Tensor, Tensor]:
     """As codec.search_tiles."""
-    from r7convert import codec, cpu
+    from r7convert import kernels
 
-    return codec.search_tiles(tiles, bits=bits) if tiles.is_cuda else cpu.search_tiles(tiles, bits=bits)
+    return kernels.search_tiles(tiles, bits=bits)
 
 
 def encode_matrix(weight: Tensor, *, bits: int, seed: int, name: str) -> Encoded:
     """As codec.encode_matrix."""
-    from r7convert import codec
+    from r7convert import kernels
 
-    return codec.encode_matrix(weight, bits=bits, seed=seed, search=search_tiles, name=name)
+    return kernels.encode_matrix(weight, bits=bits, seed=seed, name=name)
 
 
 def reencode_matrix(trellis: Tensor, *, bits_from: int, bits_to: int) -> Reencoded:
     """As codec.reencode_matrix."""
-    from r7convert import codec
+    from r7convert import kernels
 
-    return codec.reencode_matrix(trellis, bits_from=bits_from, bits_to=bits_to, search=search_tiles)
+    return kernels.reencode_matrix(trellis, bits_from=bits_from, bits_to=bits_to)
 
 
 def tiles_per_s(device: torch.device, bits: int) -> float:

@@ -1,8 +1,10 @@
 """The GPU door: codec's functions, by kernels/*.cu, for tensors on a CUDA device.
 
 Same names, same signatures, same errors as codec. A tensor that no kernel takes (on the CPU, of another type, at a K that
-the kernel is not built for) goes to the codec, which computes or refuses it. decode, pack, unpack and hadamard_128 match the
-codec bit for bit; search_tiles finds states whose error is at most 1.001 of the codec's, the same ones at every batch size.
+the kernel is not built for) goes to the codec, which computes or refuses it; a search on the CPU goes to cpu.py.
+
+decode, pack, unpack and hadamard_128 match the codec bit for bit; search_tiles finds states whose error is at most 1.001 of
+the codec's, the same ones at every batch size.
 
 Importing this needs no GPU, and touches none; kernels are compiled when they are first wanted.
 """
@@ -145,10 +147,12 @@ def search_tiles(tiles: Tensor, *, bits: int) -> tuple[Tensor, Tensor]:
     A tile that some stream decodes to exactly comes back with zero error, as there. Weights beyond +-30 (the codebook ends
     at 3.95) are searched as +-30; their error is counted in full.
     """
-    if not (tiles.is_cuda and bits in SEARCH_BITS):
-        return codec.search_tiles(tiles, bits=bits)
+    if not tiles.is_cuda:
+        from r7convert import cpu  # numba takes a second to import
+
+        return cpu.search_tiles(tiles, bits=bits)
     check_search(tiles, bits)
-    if not len(tiles):
+    if bits not in SEARCH_BITS or not len(tiles):
         return codec.search_tiles(tiles, bits=bits)
     tiles = tiles.contiguous()
     states, exact = _search(tiles.device, bits)(tiles)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 
@@ -141,7 +143,7 @@ def test_error_is_within_a_thousandth_of_the_truths(bits: int) -> None:
     ratio = float(error.sum() / least.sum())
     assert ratio <= 1.001
     expected = {3: 0.0174, 4: 0.00453, 5: 0.00119, 6: 0.00032}[bits]
-    assert relative_error(tiles, error) == pytest.approx(expected, rel=0.01)
+    assert relative_error(tiles, error) == pytest.approx(expected, rel=0.03)  # two digits, and 1,024 tiles
 
 
 @pytest.mark.parametrize("bits", SEARCH_BITS)
@@ -222,6 +224,15 @@ def test_reencode_matrix() -> None:
     assert lifted.relative_error == pytest.approx(0.0044, rel=0.1)
     same = kernels.reencode_matrix(trellis, bits_from=3, bits_to=3)
     assert same_bits(same.trellis, trellis)
+
+
+def test_launches_from_other_threads() -> None:
+    """devices.work_on has two jobs a GPU, each in a thread of its own."""
+    tiles = gaussian_tiles(64, 4)
+    found, _ = kernels.search_tiles(tiles, bits=4)
+    with ThreadPoolExecutor(4) as pool:
+        for again, _ in pool.map(lambda _: kernels.search_tiles(tiles, bits=4), range(8)):
+            assert same_bits(again, found)
 
 
 def test_captured_launches_replay() -> None:
