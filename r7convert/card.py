@@ -19,6 +19,7 @@ Census = Mapping[int, Sequence[tuple[int, int, int]]]
 """K of gate, up and down of each expert, by layer."""
 
 CARD = "README.md"
+LICENCE = "LICENSE"
 BEGIN, END = "<!-- r7convert: begin -->", "<!-- r7convert: end -->"
 PROJECT_TAGS = ("exl3", "trellis", "r7convert")
 _FRONT = re.compile(r"\A\s*---\r?\n(.*?)\r?\n---[ \t]*(?:\r?\n|\Z)", re.DOTALL)
@@ -69,7 +70,7 @@ def render_card(repo: str, manifest: Manifest, verdict: Json, before: str, censu
     loads, serve = READERS.get(target, ("readers of this target", "r7convert inspect {repo}"))
     fill = {"repo": repo, "tp": tp, "reader": facts.get("reader", "r28"), "layer": min(census, default=0)}
     parts = [
-        _front_matter(metadata, base, target),
+        _front_matter(metadata, base, target, has_licence=LICENCE in manifest.files),
         BEGIN,
         f"# {repo.split('/')[-1]}",
         _opening(manifest, base),
@@ -106,11 +107,13 @@ def _split(readme: str) -> tuple[dict[str, Json], str]:
     return metadata, readme
 
 
-def _front_matter(metadata: Mapping[str, Json], base: str | None, target: str) -> str:
+def _front_matter(metadata: Mapping[str, Json], base: str | None, target: str, *, has_licence: bool) -> str:
     """The source's own metadata (licence, language, pipeline), completed with where this comes from."""
     import yaml
 
     made = dict(metadata)
+    if "license" not in made and has_licence:
+        made |= {"license": "other", "license_link": LICENCE}
     if base is not None:
         made["base_model"] = base
     if made.get("base_model"):
@@ -145,9 +148,12 @@ def command_line(facts: Mapping[str, Json]) -> str:
     for name, option in (("tp", "--tp"), ("reader", "--reader"), ("rotation_layout", "--rotation-layout")):
         if facts.get(name) is not None:
             words.append(f"{option} {facts[name]}")
-    counts = _counts(facts)
-    if counts.get("lifted") or counts.get("lowered"):
-        words.append(f"--mixed-k {'fit' if counts.get('lowered') else 'lift'}")
+    policy = facts.get("policy")
+    if isinstance(policy, dict):
+        words.append(f"--mixed-k {policy.get('name')}")
+        words += [f"--budget {policy['budget']}"] if policy.get("budget") is not None else []
+        words += ["--importance WEIGHTS.json"] if policy.get("importance") is not None else []
+        words += ["--reference ORIGINALS"] if policy.get("reference") is not None else []
     if facts.get("drop_mtp"):
         words.append("--drop-mtp")
     lines = [" ".join(words)]
@@ -177,7 +183,7 @@ def _accounting(facts: Mapping[str, Json]) -> str:
     if not touched:
         return f"{table}\n\nLossless: no weight was decoded or encoded again."
     words = f"{touched:,} tensors were encoded anew; all others are bit for bit the source's."
-    return "\n\n".join(text for text in (table, words, _error_table(facts)) if text)
+    return "\n\n".join(text for text in (table, words, _error_table(facts), _against_originals(facts)) if text)
 
 
 def _error_table(facts: Mapping[str, Json]) -> str:
@@ -195,6 +201,15 @@ def _error_table(facts: Mapping[str, Json]) -> str:
         worst, name = max(errors)
         rows.append(f"| {step} | {len(errors):,} | {sum(e for e, _ in errors) / len(errors):.3g} | {worst:.3g} (`{name}`) |")
     return "\n".join(["| step | matrices | mean relative squared error | worst |", "|---|---:|---:|---|", *rows])
+
+
+def _against_originals(facts: Mapping[str, Json]) -> str:
+    """The same matrices against the 16-bit originals, where the encoder had them."""
+    pairs = [(f["original_error_before"], f["original_error"]) for _, f in _figures(facts.get("reencoded")) if "original_error" in f]
+    if not pairs:
+        return ""
+    before, after = (sum(values) / len(pairs) for values in zip(*pairs, strict=True))
+    return f"Against the 16-bit originals these {len(pairs):,} matrices had a mean relative squared error of {before:.3g}; now {after:.3g}."
 
 
 def _figures(value: Json, name: str = "") -> Iterator[tuple[str, Mapping[str, Json]]]:
@@ -229,16 +244,19 @@ def _bar(mean: float, values: Sequence[int]) -> str:
 
 
 def _verification(verdict: Json) -> str:
-    rows = []
+    rows: list[str] = []
+    checks: list[str] = []
     for part in verdict["parts"]:
         scope = "; ".join(str(line) for line in part.get("scope") or [])
         if part.get("state") == "skipped":
             scope = str(part.get("why", ""))
-        looked = "; ".join(f"{check['name']}: {check['looked_at']}" for check in part.get("checks") or [])
-        what = " · ".join(text for text in (scope, looked) if text).replace("|", "\\|").replace("\n", " ")
-        rows.append(f"| {part['name']} | {part['state']} | {what} |")
+        checks += [f"- {part['name']}: {check['name']}: {check['looked_at']}" for check in part.get("checks") or []]
+        rows.append(f"| {part['name']} | {part['state']} | {scope} |".replace("\n", " "))
     seal = f"Bound to the manifest with SHA-256 `{verdict['manifest_sha256']}`; the whole verdict is in VERDICT.json."
-    return "\n".join(["| part | result | what it looked at |", "|---|---|---|", *rows, "", seal])
+    lines = ["| part | result | what it compared |", "|---|---|---|", *rows, "", seal]
+    if checks:
+        lines += ["", f"<details><summary>All {len(checks)} checks</summary>", "", *checks, "", "</details>"]
+    return "\n".join(lines)
 
 
 def _limits(facts: Mapping[str, Json], verdict: Json) -> str:

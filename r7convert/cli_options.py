@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -50,7 +51,9 @@ def open_checkpoint(source: str) -> Checkpoint:
         return read_checkpoint(found)
     from r7convert.remote import RemoteSource
 
-    return build_checkpoint(RemoteSource(found))
+    remote = RemoteSource(found)
+    checkpoint = build_checkpoint(remote)
+    return replace(checkpoint, warnings=(*remote.notes, *checkpoint.warnings))
 
 
 def parse_layers(text: str | None) -> tuple[int, int] | None:

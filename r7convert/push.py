@@ -22,7 +22,9 @@ from r7convert.errors import Offences, ResourceError, UsageError, VerifyError, c
 from r7convert.hub import Snapshot, hub_api, patiently, read_snapshot, speaking
 from r7convert.journal import MANIFEST, VERDICT, Manifest, manifest_digest, read_manifest
 from r7convert.progress import Progress
+from r7convert.slab_layout import SIDECAR
 from r7convert.store import hash_file
+from r7convert.targets import TIER_MAP
 from r7convert.verdict import check_verdict
 
 Json = Any
@@ -124,11 +126,13 @@ def push(
 def pack(folder: Path, repo: str) -> Parcel:
     """The files of a sealed and verified folder, in two lots.
 
-    Raises:  FormatError (no seal), VerifyError (no good verdict, a file missing or of another size, a secret in it),
+    Raises:  FormatError (no seal), UsageError (made with --layers), VerifyError (no good verdict, a file missing or of another size, a secret in it),
              ResourceError (over the Hub's limits).
     """
     manifest = read_manifest(folder)
     verdict = check_verdict(folder)
+    if manifest.facts.get("partial"):
+        raise UsageError(complain(folder, "a part of a checkpoint", expected="all layers", found=manifest.facts["partial"]))
     bad = Offences()
     for name, record in manifest.files.items():
         if name == CARD:
@@ -187,10 +191,10 @@ def take_down(parcel: Parcel, head: Snapshot) -> list[str]:
 
 
 def find_foreign(parcel: Parcel, head: Snapshot) -> list[str]:
-    """Files of another checkpoint that would stay beside this one: shards and their sidecars, and the block that poisons."""
+    """Files of another checkpoint that would stay beside this one: shards and what describes them, a stamp that poisons."""
     ours = {file.name for file in parcel.files}
     shards = {name for name in head.files if name.endswith(SHARD) and name not in ours}
-    beside = {name.removesuffix(SHARD) + ".json" for name in shards} | {HF_QUANT_CONFIG}
+    beside = {name.removesuffix(SHARD) + ".json" for name in shards} | {HF_QUANT_CONFIG, SIDECAR, TIER_MAP, VERDICT}
     return sorted(shards | {name for name in beside if name in head.files and name not in ours})
 
 
