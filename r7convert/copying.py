@@ -33,6 +33,9 @@ Bytes = NDArray[np.uint8]
 
 CHUNK_BYTES = 8 << 20
 _FICLONE = 0x40049409
+_IOV_MAX = 1024
+_AHEAD = 3
+"""Moves that the kernel is told of in advance: a matrix is a few MB, and files are not read in the order they are in."""
 
 
 class Recoder(Protocol):
@@ -106,6 +109,28 @@ class SourceFiles:
     def read_entry(self, entry: TensorEntry) -> Bytes:
         return self.read(entry.file, entry.offset, entry.nbytes)
 
+    def read_columns(self, entry: TensorEntry, rows: int, pieces: int) -> list[Bytes]:
+        """The equal columns of a matrix of rows, each in a buffer of its own: cut by the kernel while it copies, which saves a
+        pass over the bytes (0.3 ns each, of 2.0).
+        """
+        width = entry.nbytes // rows // pieces
+        buffers = [np.empty(rows * width, np.uint8) for _ in range(pieces)]
+        fd, views = self._fd(entry.file), [buffer.data for buffer in buffers]
+        step = max(1, _IOV_MAX // pieces)
+        for first in range(0, rows, step):
+            last = min(rows, first + step)
+            vectors = [view[row * width : (row + 1) * width] for row in range(first, last) for view in views]
+            offset, nbytes = entry.offset + first * pieces * width, (last - first) * pieces * width
+            if os.preadv(fd, vectors, offset) != nbytes:  # a short read: again, piece by piece, where it will say why
+                lump = self.read(entry.file, offset, nbytes).reshape(last - first, pieces, width)
+                for at, buffer in enumerate(buffers):
+                    buffer.reshape(rows, width)[first:last] = lump[:, at]
+        return buffers
+
+    def expect(self, entry: TensorEntry) -> None:
+        """Let the kernel begin to read what will be asked for soon."""
+        os.posix_fadvise(self._fd(entry.file), entry.offset, entry.nbytes, os.POSIX_FADV_WILLNEED)
+
     def check_unchanged(self) -> None:
         """Call before an output gets its final name.
 
@@ -151,11 +176,13 @@ def write_layer(layer: LayerPlan, payload: Payload, work: Work, recoder: Recoder
         files = [stack.enter_context(WholeFile(work.output / name)) for name in layer.files]
         for rank, file in enumerate(files):
             file.write(layer.header(rank))
-        for move in moves:
-            whole = joiner.join(move) if move.new_bits is None else next(recoded)
-            for file, piece in zip(files, cut(whole, move, len(files)), strict=True):
+        for at, move in enumerate(moves):
+            for entry in moves[at + _AHEAD].sources if at + _AHEAD < len(moves) else ():
+                source.expect(entry)
+            pieces = joiner.pieces(move, len(files)) if move.new_bits is None else list(cut(next(recoded), move, len(files)))
+            for file, piece in zip(files, pieces, strict=True):
                 file.write(piece.data)
-            work.advance(whole.nbytes * (len(files) if move.axis == "whole" else 1), note)
+            work.advance(sum(piece.nbytes for piece in pieces), note)
         source.check_unchanged()
     return {file.path.name: file.whole_record for file in files}
 
@@ -179,6 +206,12 @@ class _Joiner:
         self._source = source
         self._work = work
         self._shared: dict[str, Bytes] = {}
+
+    def pieces(self, move: Move, count: int) -> list[Bytes]:
+        """What each of `count` files gets."""
+        if move.axis == "cols" and len(move.sources) == 1 and count > 1:
+            return self._source.read_columns(move.sources[0], move.rows, count)
+        return list(cut(self.join(move), move, count))
 
     def join(self, move: Move) -> Bytes:
         if move.axis == "whole":

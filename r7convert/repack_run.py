@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from r7convert import __version__
+from r7convert.card import CARD
 from r7convert.checkpoint import CONFIG, INDEX, QUANT_CONFIG
 from r7convert.copying import Findings, Recoder, Stopped, Work, copy_file, write_layer, write_shard
 from r7convert.errors import ResourceError, UsageError, complain
@@ -181,7 +182,7 @@ class Run:
         """Remove what an earlier run left, the seal first; the list of what is to go is written before."""
         names = self._listed_before()
         if (self.output / MANIFEST).exists():
-            names |= {*read_manifest(self.output).files, VERDICT}
+            names |= {*read_manifest(self.output).files, VERDICT, CARD}
             write_json(self.output / STATE_DIR / OUTPUTS, sorted(names))
         for name in (MANIFEST, *sorted(names)):
             (self.output / name).unlink(missing_ok=True)

@@ -5,32 +5,31 @@ A file appears under its final name only when it is whole: `.partial` beside it,
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import os
 import shutil
 import stat
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Any, BinaryIO, NoReturn, Self
+from typing import Any, NoReturn
 
 from r7convert.errors import FormatError, ResourceError, UsageError, complain
 from r7convert.format import DTYPE_BITS, TensorEntry, is_int, tensor_nbytes
+from r7convert.whole_file import DATA_ALIGNMENT
+from r7convert.whole_file import PARTIAL as PARTIAL
+from r7convert.whole_file import FileRecord as FileRecord
+from r7convert.whole_file import WholeFile as WholeFile
+from r7convert.whole_file import sync_folder as sync_folder
 
 Json = Any
 
-PARTIAL = ".partial"
 STATE_DIR = ".r7convert"
 MAX_JSON_BYTES = 1 << 30
 # The strictest reader stops at 100,000,000; we stop writing at 20,000,000 since hub helpers stop at 25,000,000.
 MAX_HEADER_READ = 100_000_000
 MAX_HEADER_WRITE = 20_000_000
-DATA_ALIGNMENT = 4096
-_SMALL_WRITE = 1 << 16
-_GATHERED = 1 << 20
 POINTER_SIGNS = (b"version https://git-lfs", b"# xet version", b"version https://xet")
 
 
@@ -191,98 +190,6 @@ def read_header(path: Path) -> Header:
 # ---- writing --------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class FileRecord:
-    """What is known of a whole file: bytes and lower-case hex SHA-256, the Hub's own."""
-
-    size: int
-    sha256: str
-
-
-def sync_folder(folder: Path) -> None:
-    fd = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
-class WholeFile:
-    """A file that appears under its name only when whole; SHA-256 taken while writing.
-
-    Use as a context manager: `with WholeFile(path) as file: file.write(...)`, then `file.whole_record`. An error inside leaves
-    nothing behind but what a kill would leave too: a `.partial` that the next run overwrites.
-
-    `written`: the `.partial` has its bytes already, as a link or reflink; what is "written" is only hashed.
-    """
-
-    def __init__(self, path: Path, *, written: bool = False) -> None:
-        self.path = path
-        self.record: FileRecord | None = None
-        self._partial = path.with_name(path.name + PARTIAL)
-        if not written:
-            # Never write into what is there: it may be the hard link of a run with --link that was killed, the source itself.
-            self._partial.unlink(missing_ok=True)
-        self._file: BinaryIO = self._partial.open("rb" if written else "xb", buffering=0)
-        self._is_written = written
-        self._small: list[bytes] = []
-        self._small_bytes = 0
-        self._digest = hashlib.sha256()
-        self._size = 0
-
-    def write(self, data: bytes | memoryview) -> None:
-        """Append; writes under 64 KiB are gathered, since a rank file has thousands of markers of four bytes."""
-        view = memoryview(data).cast("B")
-        if len(view) < _SMALL_WRITE:
-            self._small.append(bytes(view))
-            self._small_bytes += len(view)
-            if self._small_bytes >= _GATHERED:
-                self._flush()
-            return
-        self._flush()
-        self._write(view)
-
-    def _flush(self) -> None:
-        if self._small:
-            self._write(memoryview(b"".join(self._small)))
-            self._small, self._small_bytes = [], 0
-
-    def _write(self, view: memoryview) -> None:
-        self._digest.update(view)
-        self._size += len(view)
-        while view and not self._is_written:
-            view = view[self._file.write(view) or 0 :]
-
-    @property
-    def whole_record(self) -> FileRecord:
-        """The record of a file that has been closed."""
-        assert self.record is not None
-        return self.record
-
-    def close(self) -> FileRecord:
-        self._flush()
-        os.fsync(self._file.fileno())
-        self._file.close()
-        self._partial.replace(self.path)
-        self._partial.unlink(missing_ok=True)  # rename does nothing between two links of one file
-        sync_folder(self.path.parent)
-        self.record = FileRecord(self._size, self._digest.hexdigest())
-        return self.record
-
-    def discard(self) -> None:
-        self._file.close()
-        self._partial.unlink(missing_ok=True)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if kind is None:
-            self.close()
-        else:
-            self.discard()
-
-
 def encode_header(tensors: Sequence[tuple[str, str, Sequence[int]]], metadata: Mapping[str, str], where: object) -> bytes:
     """Length word and JSON of a safetensors header for (name, dtype, shape) laid out in the order given, padded with spaces
     so that the data begins at a multiple of 4096.
@@ -372,9 +279,3 @@ def check_free_space(folder: Path, need_bytes: int) -> None:
         raise ResourceError(
             complain(folder, "free space", expected=f"{need_bytes:,} bytes", found=f"{free:,}", do="Free some, or choose another disk.")
         )
-
-
-def remove_partials(folder: Path, names: Iterable[str]) -> None:
-    for name in names:
-        with contextlib.suppress(FileNotFoundError):
-            (folder / (name + PARTIAL)).unlink()

@@ -13,6 +13,7 @@ LEVELS = {
     "progress": 0,
     "address": 1,
     "format": 1,
+    "whole_file": 1,
     "findings": 1,
     "data": 1,
     "trellis": 1,

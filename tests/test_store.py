@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import hashlib
 import json
 import os
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -242,10 +245,45 @@ def test_a_file_appears_whole(tmp_path: Path) -> None:
 
 def test_many_small_writes_are_gathered(tmp_path: Path) -> None:
     with WholeFile(tmp_path / "x") as file:
-        for n in range(300_000):
+        for n in range(600_000):
             file.write(n.to_bytes(4, "little"))
         assert (tmp_path / "x.partial").stat().st_size > 0
-    assert (tmp_path / "x").read_bytes() == b"".join(n.to_bytes(4, "little") for n in range(300_000))
+    assert (tmp_path / "x").read_bytes() == b"".join(n.to_bytes(4, "little") for n in range(600_000))
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 4095, 4096, 4097, (2 << 20) - 1, 2 << 20, (2 << 20) + 1, (4 << 20) + 4096 + 7])
+@pytest.mark.parametrize("refuses", ["nothing", "open", "write"])
+def test_past_the_page_cache_or_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nbytes: int, refuses: str) -> None:
+    """Every length around the buffer's and the block's, where O_DIRECT works and where a file system has none."""
+    raw, modes = np.random.default_rng(nbytes).bytes(nbytes), []
+    really_open, really_write = os.open, os.write
+
+    def is_direct(fd: int) -> bool:
+        return bool(fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT)
+
+    def open_(path: Any, flags: int, mode: int = 0o777, **rest: Any) -> int:
+        if flags & os.O_DIRECT and refuses == "open":
+            os.close(really_open(path, flags & ~os.O_DIRECT, mode))  # as a kernel may: the file is made, the flag refused
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return really_open(path, flags, mode, **rest)
+
+    def write(fd: int, data: Any) -> int:
+        modes.append(is_direct(fd))
+        if is_direct(fd) and refuses == "write":
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return really_write(fd, data)
+
+    monkeypatch.setattr(os, "open", open_)
+    monkeypatch.setattr(os, "write", write)
+    with WholeFile(tmp_path / "x") as file:
+        for at in range(0, nbytes, 1_000_003):
+            file.write(raw[at : at + 1_000_003])
+    assert (tmp_path / "x").read_bytes() == raw
+    assert file.record == FileRecord(nbytes, hashlib.sha256(raw).hexdigest())
+    if refuses == "nothing" and nbytes >= 4096 and modes[0]:
+        assert modes[-1] == (nbytes % 4096 == 0)
+    if refuses == "open":
+        assert not any(modes)
 
 
 def test_an_error_leaves_what_was_there(tmp_path: Path) -> None:
