@@ -29,6 +29,7 @@ from r7convert.seal import check_seal
 from r7convert.store import STATE_DIR, check_disjoint, read_json
 from r7convert.verdict import Verdict, write_verdict
 from r7convert.verify_bytes import REENCODED, Compared, compare_carried, compare_layer
+from r7convert.verify_errors import check_errors
 from r7convert.verify_files import compare_config, compare_files, compare_metadata
 
 Json = Any
@@ -95,7 +96,8 @@ def _judge(folder: Path, source: Path | None, tp: int | None, reader: str | None
         if source is None:
             compared.why_skipped = "no source was given"
         else:
-            _compare(source, output, manifest, compared, threads=threads, progress=progress)
+            theirs = _compare(source, output, manifest, compared, threads=threads, progress=progress)
+            check_errors(theirs, output, facts, numbers, progress)
     verdict = Verdict(digest, str(target or ""), judged_tp if manifest else 0, reader, parts)
     write_verdict(folder, verdict)
     progress.finish()
@@ -116,8 +118,8 @@ def _check_claims(part: Part, facts: Mapping[str, Json], asked: int | None) -> N
     check.expect(facts.get("partial") is None, MANIFEST, "layers", expected="all of them", found=facts.get("partial"))
 
 
-def _compare(source_folder: Path, output: Evidence, manifest: Manifest, part: Part, *, threads: int, progress: Progress) -> None:
-    """Every tensor of the source against the output's and back, then JSON and files."""
+def _compare(source_folder: Path, output: Evidence, manifest: Manifest, part: Part, *, threads: int, progress: Progress) -> Evidence:
+    """Every tensor of the source against the output's and back, then JSON and files; hands the source's headers back."""
     headers = part.check("the source's headers are sound", "files")
     source = gather(source_folder, _source_shards(source_folder), headers)
     facts = manifest.facts
@@ -140,6 +142,7 @@ def _compare(source_folder: Path, output: Evidence, manifest: Manifest, part: Pa
     part.scope.append(f"JSON: config.json, index metadata; other files: {nbytes:,} bytes")
     if dropped:
         part.scope.append(f"dropped by request: {len(dropped):,} tensors")
+    return source
 
 
 def _tasks(source: Evidence, output: Evidence, dropped: set[str]) -> Iterator[Callable[[], Compared]]:

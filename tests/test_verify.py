@@ -8,19 +8,17 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from r7convert.encode_shared import encode_shared
 from r7convert.errors import ResourceError, UsageError, VerifyError
 from r7convert.findings import PARTS
 from r7convert.journal import MANIFEST, VERDICT, locked, manifest_digest, read_manifest
-from r7convert.moves import LayerPlan, Move
 from r7convert.repack import repack
 from r7convert.sample import write_sample
 from r7convert.store import STATE_DIR, read_header, read_json
@@ -397,22 +395,9 @@ def test_nonfinite_values_pass_only_where_the_manifest_owns_up(tmp_path: Path) -
     assert "expected finite, got nan at index 0, 1 in all" in lines_of(refused)
 
 
-class AnyWords:
-    """Stands in for the encoder: at the new K, any words decode."""
-
-    def recode(self, layer: LayerPlan, moves: Sequence[Move], read: Callable[[Move], Any]) -> Iterator[Any]:
-        for move in moves:
-            assert move.new_bits is not None
-            old_bits = move.sources[0].shape[2] // 16
-            yield np.zeros(read(move).nbytes // old_bits * move.new_bits, np.uint8)
-
-    def facts(self, layer: int) -> Json:
-        return {"layer": layer}
-
-
 def test_matrices_encoded_again_are_counted_and_left_to_numbers(tmp_path: Path) -> None:
     write_sample(tmp_path / "source", **SMALLEST, mode="mixed")
-    repack(tmp_path / "source", tmp_path / "output", target="rank-sliced", tp=2, mixed_k="lift", recoder=AnyWords())
+    repack(tmp_path / "source", tmp_path / "output", target="rank-sliced", tp=2, mixed_k="lift", device="cpu")
     verdict = verify(tmp_path / "output", source=tmp_path / "source")
     verdict.check()
     stated = read_manifest(tmp_path / "output").facts["accounting"]["lifted"]
