@@ -126,8 +126,8 @@ def push(
 def pack(folder: Path, repo: str) -> Parcel:
     """The files of a sealed and verified folder, in two lots.
 
-    Raises:  FormatError (no seal), UsageError (made with --layers), VerifyError (no good verdict, a file missing or of another size, a secret in it),
-             ResourceError (over the Hub's limits).
+    Raises:  FormatError (no seal), UsageError (made with --layers), VerifyError (no good verdict, a file missing or of another
+             size, a secret in it), ResourceError (over the Hub's limits).
     """
     manifest = read_manifest(folder)
     verdict = check_verdict(folder)

@@ -12,6 +12,7 @@ import yaml
 from r7convert.card import BEGIN, END, READERS, command_line, render_card
 from r7convert.journal import Manifest, read_manifest
 from r7convert.push import make_card
+from r7convert.store import FileRecord
 from r7convert.verdict import check_verdict
 from tests.sealed import write_sealed
 
@@ -73,7 +74,9 @@ def test_says_where_from_how_made_how_served_what_was_kept_and_checked() -> None
         "| **sum** | **105** |",
         "5 tensors were encoded anew",
         "| gate_proj | 3 | 0 | 1 | 3.50 |",
-        "| seal | passed | every file · digests: 12 files |",
+        "| seal | passed | every file |",
+        "<details><summary>All 1 checks</summary>",
+        "- seal: digests: 12 files",
         "| numbers | skipped | no GPU |",
         "- Not judged: numbers (no GPU).",
         "tensor-parallel size 4 and no other",
@@ -97,18 +100,21 @@ def test_census_picture_has_a_mark_a_layer() -> None:
 def test_figures_of_what_was_encoded_anew() -> None:
     reencoded = {
         "layer-3": {"m.a": {"from": 3, "to": 4, "relative_error": 0.004}, "m.b": {"from": 3, "to": 4, "relative_error": 0.006}},
-        "layer-4": {"m.c": {"from": 4, "to": 3, "relative_error": 0.0174}},
+        "layer-4": {"m.c": {"from": 4, "to": 3, "relative_error": 0.0174, "original_error_before": 0.0045, "original_error": 0.0175}},
     }
     encoded = {"m.shared": {"from": "bfloat16", "bits": 6, "relative_error": 0.00032}}
     accounting = {"kept": {"tensors": 9, "bytes": 1}, "lifted": {"tensors": 2, "bytes": 1}, "lowered": {"tensors": 1, "bytes": 1}}
-    made = manifest(reencoded=reencoded, encoded=encoded, accounting=accounting | {"encoded": {"tensors": 1, "bytes": 9}})
+    accounting |= {"encoded": {"tensors": 1, "bytes": 9}}
+    policy = {"name": "fit", "budget": 1000, "importance": None, "reference": "x"}
+    made = manifest(reencoded=reencoded, encoded=encoded, accounting=accounting, policy=policy)
     card = render_card("org/out", made, VERDICT, "", CENSUS)
     assert "| **sum** | **13** |" in card
     assert "4 tensors were encoded anew" in card
     assert "| K3 to K4 | 2 | 0.005 | 0.006 (`m.b`) |" in card
     assert "| K4 to K3 | 1 | 0.0174 | 0.0174 (`m.c`) |" in card
     assert "| bfloat16 to K6 | 1 | 0.00032 |" in card
-    assert "--mixed-k fit\nr7convert encode-shared OUT --bits 6" in card
+    assert "these 1 matrices had a mean relative squared error of 0.0045; now 0.0175." in card
+    assert "--mixed-k fit --budget 1000 --reference ORIGINALS\nr7convert encode-shared OUT --bits 6" in card
 
 
 def test_lossless_is_said_only_where_it_is() -> None:
@@ -130,6 +136,13 @@ def test_a_card_over_a_card_is_the_same_card() -> None:
     first = render_card("org/out", manifest(), VERDICT, SOURCE_README, CENSUS)
     assert render_card("org/out", manifest(), VERDICT, first, CENSUS) == first
     assert first.count(BEGIN) == first.count(END) == 1
+
+
+def test_a_licence_without_a_word_in_the_metadata_is_linked() -> None:
+    licensed = Manifest("r7convert 0.1.0", {"LICENSE": FileRecord(1, "00")}, {"target": "r7"})
+    assert front(render_card("org/out", licensed, VERDICT, "", CENSUS)).items() >= {"license": "other", "license_link": "LICENSE"}.items()
+    assert front(render_card("org/out", licensed, VERDICT, SOURCE_README, CENSUS))["license"] == "mit"
+    assert "license" not in front(render_card("org/out", manifest(), VERDICT, "", CENSUS))
 
 
 @pytest.mark.parametrize(

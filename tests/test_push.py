@@ -249,6 +249,10 @@ def lost(out: Path) -> None:
     (out / "LICENSE").unlink()
 
 
+def partial(out: Path) -> None:
+    seal(out, partial={"layers": [3, 3]})
+
+
 def telling_a_home(out: Path) -> None:
     seal(out, note=str(Path.home() / "models"))
 
@@ -270,6 +274,7 @@ def telling_a_token(out: Path) -> None:
         (resealed, VerifyError, "verdict of another manifest"),
         (truncated, VerifyError, "size: expected"),
         (lost, VerifyError, r"LICENSE: size: expected \d+, got None"),
+        (partial, UsageError, "a part of a checkpoint: expected all layers"),
         (telling_a_home, VerifyError, "path or token of this machine"),
         (telling_the_folder, VerifyError, "path or token of this machine"),
         (telling_a_token, VerifyError, "token of the Hub"),
@@ -299,6 +304,7 @@ def test_limits_of_the_hub(hub: HubServer, out: Path, monkeypatch: pytest.Monkey
 
 def test_a_branch_with_another_checkpoint(hub: HubServer, out: Path) -> None:
     old = {"config.json": b"{}", "old.safetensors": b"O" * 100, "old.json": b"{}", "hf_quant_config.json": b"{}", "LICENSE": b"old"}
+    old |= {"tier_map.json": b"{}", "slabs.json": b"{}"}  # of a conversion to another target
     hub.add_repo(REPO.id, dict(old))
     for dry_run in (True, False):
         with pytest.raises(UsageError, match=r"org/out@main: the branch holds another checkpoint: .*config\.json.*--replace"):
@@ -307,7 +313,7 @@ def test_a_branch_with_another_checkpoint(hub: HubServer, out: Path) -> None:
     assert push(out, REPO, replace=True, dry_run=True).commits == 1 + len(weights(out))
     push(out, REPO, replace=True)
     assert_there(hub, out)
-    assert not {"old.safetensors", "old.json", "hf_quant_config.json"} & set(hub.files(REPO.id))
+    assert not (set(old) - {"config.json", "LICENSE"}) & set(hub.files(REPO.id))
 
 
 def test_destinations_that_cannot_be(hub: HubServer, out: Path) -> None:
