@@ -209,7 +209,7 @@ class _Joiner:
 
     def pieces(self, move: Move, count: int) -> list[Bytes]:
         """What each of `count` files gets."""
-        if move.axis == "cols" and len(move.sources) == 1 and count > 1:
+        if move.axis == "cols" and len(move.sources) == 1 and 1 < count <= _IOV_MAX:
             return self._source.read_columns(move.sources[0], move.rows, count)
         return list(cut(self.join(move), move, count))
 

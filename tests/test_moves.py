@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from r7convert.copying import cut, runs
+from r7convert.copying import SourceFiles, cut, runs
 from r7convert.format import TensorEntry
 from r7convert.moves import Move
 
@@ -54,3 +57,57 @@ def test_runs_cover_every_tensor_once(tensors: list[tuple[int, int]], most_bytes
 @pytest.mark.parametrize("pieces", [1, 2, 4])
 def test_pieces_are_equal(pieces: int) -> None:
     assert {piece.nbytes for piece in cut(np.zeros(64, np.uint8), move("cols", 2), pieces)} == {64 // pieces}
+
+
+# ---- reading --------------------------------------------------------------------------------------------------------
+
+
+class Here:
+    """Payload in one folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.held: list[str] = []
+
+    def identity(self) -> str:
+        return ""
+
+    def prepare(self, steps: object) -> None: ...
+
+    def abandon(self) -> None: ...
+
+    def acquire(self, name: str) -> Path:
+        self.held.append(name)
+        return self.folder / name
+
+    def release(self, name: str) -> None:
+        self.held.remove(name)
+
+
+@pytest.mark.parametrize("most", [None, 1, 1000, 70_000])
+@pytest.mark.parametrize(("rows", "pieces", "width"), [(3, 2, 5), (700, 4, 48), (2000, 1, 7), (5, 1000, 3)])
+def test_columns_cut_while_reading(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows: int, pieces: int, width: int, most: int | None
+) -> None:
+    """Also where the kernel returns less than was asked for."""
+    raw = np.random.default_rng(0).bytes(9 + rows * pieces * width)
+    (tmp_path / "f").write_bytes(raw)
+    really, payload = os.preadv, Here(tmp_path)
+
+    def short(fd: int, views: list[memoryview], offset: int) -> int:
+        if most is None or (len(views) == 1 and len(views[0]) <= most):
+            return really(fd, views, offset)
+        return really(fd, [views[0][:most]], offset)
+
+    monkeypatch.setattr(os, "preadv", short)
+    entry = TensorEntry("t", "U8", (rows * pieces * width,), "f", 9, rows * pieces * width)
+    if most == 1 and entry.nbytes > 10_000:
+        pytest.skip("a byte at a time takes long")
+    with SourceFiles(payload) as source:
+        source.expect(entry)
+        made = source.read_columns(entry, rows, pieces)
+        assert payload.held == ["f"]
+    whole = np.frombuffer(raw[9:], np.uint8).reshape(rows, pieces, width)
+    for at, piece in enumerate(made):
+        assert (piece.reshape(rows, width) == whole[:, at]).all()
+    assert payload.held == []

@@ -426,6 +426,23 @@ def test_links_to_another_file_system(tmp_path: Path, monkeypatch: pytest.Monkey
     refused(ResourceError, source, tmp_path / "o", "another file system", "Leave out --link", target="r7", link=True)
 
 
+def test_reflinks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a file system that shares blocks a carried shard is cloned; here the kernel's part is played by a copy."""
+    source, cloned = sample(tmp_path / "s"), []
+
+    def ioctl(new: int, request: int, old: int) -> int:
+        assert request == 0x40049409
+        cloned.append(os.fstat(old).st_size)
+        os.write(new, os.pread(old, cloned[-1], 0))
+        return 0
+
+    repack(source, tmp_path / "copied", target="r7")
+    monkeypatch.setattr("r7convert.copying.fcntl.ioctl", ioctl)
+    repack(source, tmp_path / "o", target="r7")
+    assert tree(tmp_path / "o") == tree(tmp_path / "copied")
+    assert sorted(cloned) == sorted(path.stat().st_size for path in source.glob("*.safetensors"))
+
+
 # ---- some layers only -----------------------------------------------------------------------------------------------
 
 
