@@ -19,6 +19,7 @@ from r7convert.checkpoint import build_checkpoint, read_checkpoint
 from r7convert.download import download
 from r7convert.errors import FormatError, UsageError, complain
 from r7convert.journal import locked
+from r7convert.ktable import parse_budget
 from r7convert.progress import Progress
 from r7convert.push import push
 from r7convert.recipe import Recipe
@@ -164,7 +165,10 @@ class _Chain:
 
     def _choices(self) -> dict[str, Any]:
         """What the recipe asks of the plan; the rest of its `convert` table is for the run."""
-        return {key: value for key, value in asdict(self.recipe.convert).items() if key != "allow_nonfinite"}
+        asked = asdict(self.recipe.convert)
+        budget = asked.pop("budget")
+        del asked["allow_nonfinite"]
+        return asked | {"budget": parse_budget(budget) if budget is not None else None}
 
     def _sample(self, restart: bool) -> Json:
         assert self.recipe.sample is not None
@@ -179,7 +183,8 @@ class _Chain:
         return {"repo": got.repo, "commit": got.commit, "bytes": got.total_bytes}
 
     def _repack(self, restart: bool) -> Json:
-        made = repack(self.source, self.out, **asdict(self.recipe.convert), restart=restart, progress=self.progress)
+        allow_nonfinite = self.recipe.convert.allow_nonfinite
+        made = repack(self.source, self.out, **self._choices(), allow_nonfinite=allow_nonfinite, restart=restart, progress=self.progress)
         return {"files": len(made.files), "bytes": sum(record.size for record in made.files.values())}
 
     def _encode_shared(self, restart: bool) -> Json:

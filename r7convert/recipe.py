@@ -12,7 +12,7 @@ a bool where a number stands.
     target = "rank-sliced"         # r7, rank-sliced, slabs, exl3
     tp = 4
     reader = "r28"
-    mixed_k = "lift"               # refuse, lift, fit; fit takes budget_bytes
+    mixed_k = "lift"               # refuse, lift, fit; fit takes a budget such as "105%"
 
     [shared_experts]               # left out: they stay as they are
     bits = 6
@@ -34,6 +34,7 @@ from r7convert.address import Repo, parse_repo
 from r7convert.data import data_dir
 from r7convert.errors import FormatError, InputError, Offences, R7Error, complain
 from r7convert.format import PER_EXPERT_V1, SHARED_H_V1, is_int
+from r7convert.ktable import parse_budget
 from r7convert.sample_shape import Sample
 from r7convert.stamp import TARGETS
 
@@ -55,7 +56,7 @@ class Convert:
     reader: str = "r28"
     rotation_layout: str | None = None
     mixed_k: str = "refuse"
-    budget_bytes: int | None = None
+    budget: str | None = None
     drop_mtp: bool = False
     allow_nonfinite: bool = False
 
@@ -223,8 +224,13 @@ def _convert(table: _Table | None, bad: Offences) -> Convert | None:
         bad.add(f"{table.where}: tp", "value", expected="at least 1", found=convert.tp)
     if convert.target in SLICED and convert.tp is None:
         bad.add(f"{table.where}: tp", f"target {convert.target}", expected="a tp", found="none")
-    if convert.mixed_k == "fit" and convert.budget_bytes is None:
-        bad.add(f"{table.where}: budget_bytes", "mixed_k fit", expected="a budget", found="none")
+    if convert.budget is not None:
+        if convert.mixed_k != "fit":
+            bad.add(f"{table.where}: budget", f"mixed_k {convert.mixed_k}", expected="none: it is of fit", found=repr(convert.budget))
+        try:
+            parse_budget(convert.budget)
+        except R7Error as error:
+            bad.lines.append(f"{table.where}: budget: {error}")
     return convert
 
 

@@ -88,6 +88,17 @@ def test_a_chain_goes_on_where_it_stopped(hub: HubServer, commit: str, tmp_path:
     assert read_manifest(tmp_path / "w" / "out").facts["source"]["commit"] == commit
 
 
+def test_experts_that_mix_k_are_fitted(tmp_path: Path) -> None:
+    write_sample(tmp_path / "src", hidden=128, intermediate=256)
+    with pytest.raises(UnsupportedError, match="--mixed-k"):
+        convert(recipe(None, push=False), tmp_path / "w", source=tmp_path / "src", dry_run=True)
+    fit = recipe(None, push=False, mixed_k="fit", budget="110%")
+    assert convert(fit, tmp_path / "w", source=tmp_path / "src", dry_run=True).stages["repack"]["matrices_encoded_again"] > 0
+    made = convert(fit, tmp_path / "w", source=tmp_path / "src")
+    assert made.stages["verify"]["contract"] == "passed"
+    assert read_manifest(made.output).facts["policy"]["name"] == "fit"
+
+
 def test_a_bad_verdict_stops_before_the_push(hub: HubServer, commit: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def spoiled(folder: Path, **rest: Any) -> Any:
         (folder / "LICENSE").write_text("another")
