@@ -11,14 +11,12 @@ import errno
 import fcntl
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
 from r7convert.carry import CarriedShard
 from r7convert.errors import FormatError, ResourceError, complain
@@ -26,14 +24,12 @@ from r7convert.format import MCG_MARKER, TensorEntry
 from r7convert.moves import LayerPlan, Move
 from r7convert.progress import Progress
 from r7convert.source import Payload
+from r7convert.source_files import CHUNK_BYTES, IOV_MAX, Bytes, SourceFiles, runs
 from r7convert.store import PARTIAL, FileRecord, WholeFile, encode_header
 
 Json = Any
-Bytes = NDArray[np.uint8]
 
-CHUNK_BYTES = 8 << 20
 _FICLONE = 0x40049409
-_IOV_MAX = 1024
 _AHEAD = 3
 """Moves that the kernel is told of in advance: a matrix is a few MB, and files are not read in the order they are in."""
 
@@ -83,78 +79,6 @@ class Work:
         if self.stop.is_set():
             raise Stopped
         self.progress.advance(nbytes, note)
-
-
-class SourceFiles:
-    """Payload of the files one job reads, by position. One thread, one SourceFiles."""
-
-    def __init__(self, payload: Payload) -> None:
-        self._payload = payload
-        self._open: dict[str, tuple[int, os.stat_result, Path]] = {}
-
-    def path(self, name: str) -> Path:
-        self._fd(name)
-        return self._open[name][2]
-
-    def read(self, name: str, offset: int, nbytes: int) -> Bytes:
-        raw = np.empty(nbytes, np.uint8)
-        fd, view = self._fd(name), raw.data
-        while view:
-            count = os.preadv(fd, [view], offset)
-            if count == 0:
-                raise FormatError(complain(name, "file became shorter while it was read", do="Is something writing to it?"))
-            view, offset = view[count:], offset + count
-        return raw
-
-    def read_entry(self, entry: TensorEntry) -> Bytes:
-        return self.read(entry.file, entry.offset, entry.nbytes)
-
-    def read_columns(self, entry: TensorEntry, rows: int, pieces: int) -> list[Bytes]:
-        """The equal columns of a matrix of rows, each in a buffer of its own: cut by the kernel while it copies, which saves a
-        pass over the bytes (0.3 ns each, of 2.0).
-        """
-        width = entry.nbytes // rows // pieces
-        buffers = [np.empty(rows * width, np.uint8) for _ in range(pieces)]
-        fd, views = self._fd(entry.file), [buffer.data for buffer in buffers]
-        step = max(1, _IOV_MAX // pieces)
-        for first in range(0, rows, step):
-            last = min(rows, first + step)
-            vectors = [view[row * width : (row + 1) * width] for row in range(first, last) for view in views]
-            offset, nbytes = entry.offset + first * pieces * width, (last - first) * pieces * width
-            if os.preadv(fd, vectors, offset) != nbytes:  # a short read: again, piece by piece, where it will say why
-                lump = self.read(entry.file, offset, nbytes).reshape(last - first, pieces, width)
-                for at, buffer in enumerate(buffers):
-                    buffer.reshape(rows, width)[first:last] = lump[:, at]
-        return buffers
-
-    def expect(self, entry: TensorEntry) -> None:
-        """Let the kernel begin to read what will be asked for soon."""
-        os.posix_fadvise(self._fd(entry.file), entry.offset, entry.nbytes, os.POSIX_FADV_WILLNEED)
-
-    def check_unchanged(self) -> None:
-        """Call before an output gets its final name.
-
-        Raises:  FormatError if a file has another size or time than when it was opened.
-        """
-        for name, (fd, before, _) in self._open.items():
-            after = os.fstat(fd)
-            if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
-                raise FormatError(complain(name, "source file changed while it was read", do="Is something writing to it?"))
-
-    def _fd(self, name: str) -> int:
-        if name not in self._open:
-            path = self._payload.acquire(name)
-            fd = os.open(path, os.O_RDONLY)
-            self._open[name] = fd, os.fstat(fd), path
-        return self._open[name][0]
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        for name, (fd, _, _) in self._open.items():
-            os.close(fd)
-            self._payload.release(name)
 
 
 # ---- layers ---------------------------------------------------------------------------------------------------------
@@ -209,7 +133,7 @@ class _Joiner:
 
     def pieces(self, move: Move, count: int) -> list[Bytes]:
         """What each of `count` files gets."""
-        if move.axis == "cols" and len(move.sources) == 1 and 1 < count <= _IOV_MAX:
+        if move.axis == "cols" and len(move.sources) == 1 and 1 < count <= IOV_MAX:
             return self._source.read_columns(move.sources[0], move.rows, count)
         return list(cut(self.join(move), move, count))
 
@@ -311,29 +235,6 @@ def _shard_bytes(shard: CarriedShard, source: SourceFiles, work: Work) -> Iterat
             check_values(entry, data[at : at + entry.nbytes], work)
         yield data
         work.advance(nbytes, shard.file)
-
-
-def runs(entries: Iterable[TensorEntry], most_bytes: int = CHUNK_BYTES) -> Iterator[tuple[int, int, list[TensorEntry]]]:
-    """(offset, bytes, tensors that lie in it whole) of reads of at most `most_bytes` that cover ascending tensors: neighbours
-    together, a larger one in pieces.
-    """
-    start = end = -1
-    whole: list[TensorEntry] = []
-    for entry in entries:
-        if entry.offset != end or entry.offset + entry.nbytes - start > most_bytes:
-            if end > start:
-                yield start, end - start, whole
-            start, whole = entry.offset, []
-            end = start
-        if entry.nbytes > most_bytes:
-            for at in range(0, entry.nbytes, most_bytes):
-                yield entry.offset + at, min(most_bytes, entry.nbytes - at), []
-            start = end = entry.offset + entry.nbytes
-            continue
-        end = entry.offset + entry.nbytes
-        whole.append(entry)
-    if end > start:
-        yield start, end - start, whole
 
 
 def _share_blocks(source: Path, target: Path, *, link: bool) -> bool:

@@ -37,6 +37,7 @@ LEVELS = {
     "evidence": 3,
     "branch": 4,
     "checkpoint": 4,
+    "source_files": 4,
     "kernels": 4,
     "moe": 4,
     "linear": 4,

@@ -16,13 +16,13 @@ import pytest
 import torch
 
 from r7convert import open_slabs
-from r7convert.copying import Bytes
 from r7convert.errors import FormatError, R7Error, ResourceError, UnsupportedError, UsageError
 from r7convert.format import MCG_MARKER, PROJECTIONS
 from r7convert.journal import locked, read_manifest
 from r7convert.moves import LayerPlan, Move
 from r7convert.progress import Progress
 from r7convert.repack import repack
+from r7convert.source_files import Bytes
 from r7convert.store import read_header
 from tests.folders import CARRIER, INDEX, R7, contents, edited_json, edited_shard, load, raw_shard, read_raw, sample, tree
 
