@@ -13,7 +13,7 @@ import sys
 import time
 from pathlib import Path
 
-FOLDERS = ("source", "one-k", "r7", "slabs", "exl3", "stock")
+FOLDERS = ("source", "one-k", "r7", "slabs", "exl3", "stock", "lifted")
 
 
 def main(root: Path) -> int:
@@ -36,10 +36,11 @@ def main(root: Path) -> int:
     tell("Stock servers take one K an expert and two a layer. This checkpoint has that, so the cut loses nothing.")
     run("sample", one_k, "--mode", "uniform", "--tail-tp", "2")
     convert(one_k, root / "stock", "rank-sliced", tp=4)
-
+    tell("The first one has not: `lift` encodes the lower matrices of each expert again, at its largest K, and measures each.")
+    convert(source, root / "lifted", "rank-sliced", "--mixed-k", "lift", "--device", "cpu", tp=2)
     tell("Servers encode BF16 shared experts at every start. Once is enough; verify then judges the encoded ones too.")
-    run("encode-shared", root / "stock", "--device", "cpu")
-    run("verify", root / "stock", "--source", one_k, "--tp", 4)
+    run("encode-shared", root / "lifted", "--device", "cpu")
+    run("verify", root / "lifted", "--source", source, "--tp", 2)
 
     tell("What a slab reader does at start: map a layer's tables, without a copy.")
     show_slabs(root / "slabs", layer=3, rank=0)
@@ -47,10 +48,10 @@ def main(root: Path) -> int:
     return 0
 
 
-def convert(source: Path, output: Path, target: str, *, tp: int | None = None) -> None:
+def convert(source: Path, output: Path, target: str, *options: str, tp: int | None = None) -> None:
     """repack, then verify against the source, as one would before serving."""
     ranks = () if tp is None else ("--tp", tp)
-    run("repack", source, output, "--target", target, *ranks)
+    run("repack", source, output, "--target", target, *ranks, *options)
     run("verify", output, "--source", source, *ranks)
 
 

@@ -25,7 +25,7 @@ def test_the_demo_runs_and_every_folder_it_leaves_was_judged_ok(tmp_path: Path) 
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 120
     for target in ("slabs", "exl3", "rank-sliced"):
         assert f"ok for target {target}\n" in done.stdout
-    assert done.stdout.count("$ r7convert verify") == done.stdout.count(": ok for target") == 4
-    assert {path.parent.name for path in tmp_path.glob("demo/*/VERDICT.json")} == {"slabs", "exl3", "stock"}
+    assert done.stdout.count("$ r7convert verify") == done.stdout.count(": ok for target") == 5
+    assert {path.parent.name for path in tmp_path.glob("demo/*/VERDICT.json")} == {"slabs", "exl3", "stock", "lifted"}
     assert "9 matrices at K6" in done.stdout
     assert "opened in" in done.stdout
