@@ -158,7 +158,8 @@ def read_whole(snapshot: Snapshot, name: str, most_bytes: int) -> bytes:
 
 
 def patiently(call: Callable[[], T], *, retries: int = RETRIES) -> T:
-    """Call again after 429, 5xx and broken connections: Retry-After is honoured, and the number of tries is bounded.
+    """Call again after 429, 5xx and broken connections. The Hub's word on how long to wait is honoured, the number of tries is
+    bounded, and where it asks for more than five minutes the error is the answer.
 
     For calls that the client makes only once and that are safe to repeat.
     """
@@ -173,23 +174,28 @@ def patiently(call: Callable[[], T], *, retries: int = RETRIES) -> T:
         except OfflineModeIsEnabled:
             raise
         except HfHubHTTPError as error:
-            if error.response.status_code not in TRANSIENT or tried > retries:
+            wait_s = _asked_wait_s(error.response.headers) or wait_s
+            if error.response.status_code not in TRANSIENT or tried > retries or wait_s > LONGEST_WAIT_S:
                 raise
             why = f"status {error.response.status_code}"
-            wait_s = _retry_after(error.response.headers) or wait_s
         except (httpx.TransportError, json.JSONDecodeError) as error:
             # A gateway's HTML in place of JSON is a 5xx in disguise; a port that nobody listens on seldom comes back soon.
             if tried > (min(retries, RETRIES_TO_CONNECT) if isinstance(error, httpx.ConnectError) else retries):
                 raise
             why = type(error).__name__
-        pause_s = min(wait_s, LONGEST_WAIT_S)
-        if pause_s > SILENT_WAIT_S:
-            logger.warning("the Hub answers %s; waiting %.0f s, try %d of %d", why, pause_s, tried, retries)
-        time.sleep(pause_s)
+        if wait_s > SILENT_WAIT_S:
+            logger.warning("the Hub answers %s; waiting %.0f s, try %d of %d", why, wait_s, tried, retries)
+        time.sleep(wait_s)
         wait_s = min(wait_s * 2, 8.0)
 
 
-def _retry_after(headers: Any) -> float | None:
+def _asked_wait_s(headers: Any) -> float | None:
+    """Seconds the Hub asks to wait: by a spent rate limit, or by Retry-After."""
+    from huggingface_hub.utils import parse_ratelimit_headers
+
+    limit = parse_ratelimit_headers(headers)
+    if limit is not None and limit.remaining == 0:
+        return float(limit.reset_in_seconds) + 1.0  # whole seconds: one more against rounding
     value = headers.get("Retry-After", "")
     return float(value) + 0.1 if re.fullmatch(r"\d+(\.\d+)?", value) else None
 
@@ -221,7 +227,9 @@ def speaking(where: object) -> Iterator[None]:
         raise NetworkError(complain(where, "offline", do="Unset HF_HUB_OFFLINE, or name a folder.")) from None
     except errors.HfHubHTTPError as error:
         status = error.response.status_code
-        do = {401: "Set HF_TOKEN.", 403: "The token may not do this.", 429: "Wait, then run again."}.get(status, "Run again.")
+        do = {401: "Set HF_TOKEN.", 403: "The token may not do this."}.get(status, "Run again.")
+        if wait_s := _asked_wait_s(error.response.headers):
+            do = f"Wait {wait_s:.0f} s, then run again."
         said = redact(error.server_message or "").replace("\n", " ")[:300]
         raise NetworkError(
             complain(where, "the Hub refused", expected="success", found=f"status {status} {said}".rstrip(), do=do)
@@ -240,8 +248,8 @@ def speaking(where: object) -> Iterator[None]:
 
 
 def _cause(error: BaseException) -> str:
-    lines = [line for line in redact(str(error)).splitlines() if line.strip()]
-    return f"{type(error).__name__} ({lines[0][:200]})" if lines else type(error).__name__
+    said = "; ".join(line.strip() for line in redact(str(error)).splitlines() if line.strip())
+    return f"{type(error).__name__} ({said[:300]})" if said else type(error).__name__
 
 
 def redact(text: str) -> str:

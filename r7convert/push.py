@@ -38,6 +38,7 @@ COMMIT_BYTES = 50_000_000_000
 # What makes a branch look like a checkpoint to a reader.
 LOOKS_WHOLE = (CONFIG, INDEX, QUANT_CONFIG)
 DRAFT_NOTE = "Opened by r7convert. A draft until every file is there: config and index come in the last commit."
+WRITTEN = (CONFIG, QUANT_CONFIG, INDEX, TIER_MAP, SIDECAR, MANIFEST, VERDICT)
 _SECRETS = re.compile(rb"\bhf_[A-Za-z0-9]{20,}")
 
 
@@ -167,19 +168,18 @@ def make_card(folder: Path, repo: str, manifest: Manifest, verdict: Json) -> byt
 
 
 def check_no_secrets(files: Sequence[Outgoing], folder: Path) -> None:
-    """Raises:  VerifyError if a file that r7convert wrote tells a token or where on this machine it was made."""
+    """Raises:  VerifyError if a text holds a token, or one that r7convert wrote tells where on this machine it was made."""
     private = [str(place).encode() for place in (Path.home(), folder.resolve()) if len(str(place)) > 5]
-    if token := os.environ.get("HF_TOKEN"):
-        private.append(token.encode())
+    token = os.environ.get("HF_TOKEN", "").encode()
     bad = Offences()
     for file in files:
         if not file.name.endswith((".json", ".md")) or file.record.size > 1 << 27:
             continue
         data = file.data if isinstance(file.data, bytes) else file.data.read_bytes()
-        if _SECRETS.search(data):
+        if _SECRETS.search(data) or (token and token in data):
             bad.add(file.name, "a token of the Hub stands in it", do="Remove it, and revoke the token.")
-        elif any(word in data for word in private):
-            bad.add(file.name, "a path or token of this machine stands in it", do="Write the folder anew, or remove it.")
+        elif file.name in WRITTEN and any(word in data for word in private):
+            bad.add(file.name, "a path of this machine stands in it", do="Remove it from the source, and convert again.")
     bad.check(VerifyError)
 
 

@@ -186,6 +186,24 @@ def test_faults_for_good_are_one_line_and_bounded(hub: HubServer, out: Path) -> 
     assert len(hub.asked("POST .*/commit/")) == 6
 
 
+def test_paths_in_texts_of_others_are_no_secret(hub: HubServer, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/somebody")
+    (out / "generation_config.json").write_text('{"made_in": "/home/somebody/else"}')
+    seal(out)
+    push(out, REPO)
+    assert b"/home/somebody" in hub.read(REPO.id, "generation_config.json")
+
+
+def test_a_wait_over_five_minutes_is_said_not_waited(hub: HubServer, out: Path) -> None:
+    hub.faults.append(Fault("POST /api/repos/create", status=429, headers={"RateLimit": '"api";r=0;t=900'}, times=1000))
+    with pytest.raises(NetworkError, match=r"got status 429 fault 429\. Wait 901 s, then run again\."):
+        push(out, REPO)
+    assert not hub.sleeps
+    hub.faults[:] = [Fault("POST /api/repos/create", status=429, headers={"RateLimit": '"api";r=0;t=20'})]
+    push(out, REPO)
+    assert hub.sleeps == [21]
+
+
 def test_somebody_else_pushes_meanwhile(hub: HubServer, out: Path) -> None:
     """Their commit lands between our reading of the head and our commit on it: ours is refused, and the next push goes on."""
     hub.add_repo(REPO.id, {"notes.txt": b"1"})
@@ -261,6 +279,11 @@ def telling_the_folder(out: Path) -> None:
     seal(out, note=f"from {out.resolve()}")
 
 
+def telling_another_token(out: Path) -> None:
+    (out / "notes.json").write_text('{"token": "hf_' + "x" * 30 + '"}')
+    seal(out)
+
+
 def telling_a_token(out: Path) -> None:
     seal(out, note=TOKEN)
 
@@ -275,8 +298,9 @@ def telling_a_token(out: Path) -> None:
         (truncated, VerifyError, "size: expected"),
         (lost, VerifyError, r"LICENSE: size: expected \d+, got None"),
         (partial, UsageError, "a part of a checkpoint: expected all layers"),
-        (telling_a_home, VerifyError, "path or token of this machine"),
-        (telling_the_folder, VerifyError, "path or token of this machine"),
+        (telling_a_home, VerifyError, "a path of this machine"),
+        (telling_the_folder, VerifyError, "a path of this machine"),
+        (telling_another_token, VerifyError, r"notes\.json: a token of the Hub"),
         (telling_a_token, VerifyError, "token of the Hub"),
     ],
 )
