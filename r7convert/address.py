@@ -8,6 +8,7 @@ hf://org/name@rev   https://huggingface.co/…  always a repository
 from __future__ import annotations
 
 import json
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,6 +48,23 @@ def parse_address(text: str) -> Path | Repo:
     if match is None or _LOOKS_LIKE_PATH.match(text):
         raise InputError(complain(text, "no such folder", do="A repository of the Hub is written org/name or org/name@revision."))
     return _checked(match["id"], match["revision"], text)
+
+
+def locate(text: str) -> Path | Repo:
+    """As `parse_address`; with HF_HUB_OFFLINE a repository is its snapshot in the Hub's cache, where there is one.
+
+    Raises:  as `parse_address`.
+    """
+    found = parse_address(text)
+    if isinstance(found, Path) or os.environ.get("HF_HUB_OFFLINE", "").upper() not in ("1", "ON", "YES", "TRUE"):
+        return found
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(found.id, revision=found.revision, local_files_only=True))
+    except LocalEntryNotFoundError:
+        return found  # whoever asks the Hub for it will say that it is offline
 
 
 def parse_repo(text: str) -> Repo:

@@ -80,11 +80,11 @@ def repack(
     verbose: Verbose = False,
 ) -> None:
     """Convert a checkpoint for another reader. Repeat the command to finish a run that was cut short."""
-    from r7convert.address import parse_address, parse_repo
+    from r7convert.address import locate, parse_repo
     from r7convert.ktable import parse_budget
     from r7convert.store import read_json
 
-    place = parse_address(source)
+    place = locate(source)
     terminal = Terminal(as_json=as_json, quiet=quiet, verbose=verbose, bars=isinstance(place, Path) or wants_bars())
     choices: dict[str, Any] = {
         "target": target,

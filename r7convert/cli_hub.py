@@ -150,13 +150,13 @@ def convert(
     verbose: Verbose = False,
 ) -> None:
     """Run a whole chain from a recipe. Download, repack, encode-shared, verify, push; repeat it to resume."""
-    from r7convert.address import parse_address
+    from r7convert.address import locate
     from r7convert.convert import convert as run
     from r7convert.recipe import find_recipe, read_recipe
 
     terminal = _terminal(as_json, quiet, verbose)
     path = find_recipe(recipe)
-    given = parse_address(source) if source is not None else None
+    given = locate(source) if source is not None else None
     place = work if work is not None else Path(path.stem)
     done = run(read_recipe(path), place, source=given, restart=restart, dry_run=dry_run, progress=terminal.progress())
     terminal.result(done.to_json(), _convert_lines(done))

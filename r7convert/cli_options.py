@@ -33,9 +33,9 @@ def local_folder(source: str) -> Path:
 
     Raises:  UsageError for a repository, InputError for what is not there.
     """
-    from r7convert.address import parse_address
+    from r7convert.address import locate
 
-    found = parse_address(source)
+    found = locate(source)
     if not isinstance(found, Path):
         raise UsageError(complain(source, "a repository of the Hub", expected="a folder", do=f"First: r7convert download {found} DIR."))
     return found
@@ -43,10 +43,10 @@ def local_folder(source: str) -> Path:
 
 def open_checkpoint(source: str) -> Checkpoint:
     """SRC, a folder or a repository; of the latter headers and JSON are read by range requests."""
-    from r7convert.address import parse_address
+    from r7convert.address import locate
     from r7convert.checkpoint import build_checkpoint, read_checkpoint
 
-    found = parse_address(source)
+    found = locate(source)
     if isinstance(found, Path):
         return read_checkpoint(found)
     from r7convert.remote import RemoteSource

@@ -94,6 +94,22 @@ def test_offline_holds(server: HubServer, folder: Path, tmp_path: Path) -> None:
     assert not server.requests
 
 
+def test_offline_a_repository_is_its_cached_snapshot(server: HubServer, folder: Path, tmp_path: Path) -> None:
+    files = {p.name: p.read_bytes() for p in folder.iterdir() if p.name not in ("MANIFEST.json", "VERDICT.json")}
+    commit = server.add_repo(REPO, files)
+    (tmp_path / "home").mkdir()
+    fill = "import sys; from huggingface_hub import snapshot_download; snapshot_download(sys.argv[1])"
+    env = os.environ | server.env(tmp_path / "home" / "hf")
+    subprocess.run([sys.executable, "-c", fill, REPO], env=env, check=True, capture_output=True)
+    server.requests.clear()
+    said = json.loads(run(server, tmp_path, "inspect", REPO, "--json", HF_HUB_OFFLINE="1").stdout)
+    assert said["source"] == {"repo": REPO, "commit": commit, "sealed": False}
+    run(server, tmp_path, "repack", f"{REPO}@main", "out", "--target", "exl3", "-q", HF_HUB_OFFLINE="1")
+    assert json.loads((tmp_path / "out" / "MANIFEST.json").read_text())["source"]["commit"] == commit
+    assert run(server, tmp_path, "inspect", "org/none", code=6, HF_HUB_OFFLINE="1").stderr.startswith("error: org/none: offline")
+    assert not server.requests
+
+
 def test_waits_are_said_without_addresses(server: HubServer, folder: Path, tmp_path: Path) -> None:
     publish(server, folder)
     server.faults += [Fault("GET .*/tree/", status=429, headers={"Retry-After": "0"}), Fault("GET /cdn/", cut=10)]
