@@ -143,7 +143,7 @@ def open_branch(
     repo: str, *, private: bool = False, revision: str | None = None, pull_request_title: str | None = None, note: str = ""
 ) -> Branch:
     """The place a push writes to, created where it is missing: repository, then branch or (draft) pull request. A pull
-    request of the same title that is still open is the unfinished push of the same folder, and is taken up again.
+    request of ours of the same title that is still open is the unfinished push of the same folder, and is taken up again.
 
     Raises:  NetworkError, UsageError (--private, and the repository is public).
     """
@@ -169,7 +169,8 @@ def open_branch(
 
 
 def _pull_request(api: Any, repo: str, title: str, note: str) -> int:
-    for pull in api.get_repo_discussions(repo, discussion_type="pull_request"):
+    """The number of our own open pull request of that title, or of a new one; anybody may open one of the same title."""
+    for pull in api.get_repo_discussions(repo, discussion_type="pull_request", author=api.whoami()["name"]):
         if pull.title == title and pull.status in ("open", "draft"):
             return int(pull.num)
     return int(api.create_pull_request(repo, title, description=note).num)

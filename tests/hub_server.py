@@ -230,7 +230,7 @@ class HubServer:
 
     def _pull(self, repo: Repo, title: str, base: str = "main") -> int:
         number = len(repo.pulls) + 1
-        repo.pulls[number] = {"title": title, "base": base, "status": "draft"}
+        repo.pulls[number] = {"title": title, "base": base, "status": "draft", "author": "tester"}
         repo.branches[f"refs/pr/{number}"] = repo.branches[base]
         return number
 
@@ -431,7 +431,7 @@ class _Handler(BaseHTTPRequestHandler):
         if action == "branch":
             return self._create_branch(repo, unquote(tail), json.loads(body or b"{}"))
         if action == "discussions":
-            return self._discussion(repo, tail, body)
+            return self._discussion(repo, tail, query, body)
         revision, _, inner = tail.partition("/")
         revision = unquote(revision) if action else "main"
         commit = self.hub.resolve(repo, revision)
@@ -469,13 +469,14 @@ class _Handler(BaseHTTPRequestHandler):
         repo.branches[name] = start.id
         return Answer.json({})
 
-    def _discussion(self, repo: Repo, tail: str, body: bytes) -> Answer:
+    def _discussion(self, repo: Repo, tail: str, query: dict[str, list[str]], body: bytes) -> Answer:
         if self.command == "POST" and not tail:
             wish = json.loads(body)
             assert wish["pullRequest"], "only pull requests are modelled"
             return Answer.json({"num": self.hub._pull(repo, wish["title"])})
         if not tail:
-            pulls = [self._pull_json(repo, number) for number in repo.pulls]
+            author = query.get("author")
+            pulls = [self._pull_json(repo, n) for n, pull in repo.pulls.items() if not author or pull["author"] in author]
             return Answer.json({"discussions": pulls, "count": len(pulls), "start": 0})
         number = int(tail.removesuffix("/status"))
         if self.command == "POST":
@@ -489,7 +490,7 @@ class _Handler(BaseHTTPRequestHandler):
         return {
             "num": number,
             "title": pull["title"],
-            "author": {"name": "tester"},
+            "author": {"name": pull["author"]},
             "createdAt": "2026-01-01T00:00:00.000Z",
             "status": pull["status"],
             "repo": {"name": repo.id, "type": "model"},

@@ -162,6 +162,18 @@ def test_connection_cut_mid_file_resumes_where_it_stopped(hub: HubServer, tmp_pa
     assert [r for r in hub.asked("GET /cdn/") if r.range and r.range.startswith("bytes=100000")], "no range request picked up the rest"
 
 
+def test_a_server_that_stalls_is_asked_again(hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DOWNLOAD_TIMEOUT", 0.2)
+    monkeypatch.setattr("r7convert.hub.READ_TIMEOUT_S", 0.2)
+    files = checkpoint()
+    hub.add_repo(REPO.id, files)
+    stalls = [Fault("GET /cdn/", seconds=0.6), Fault(f"GET /org/glm/resolve/.*/{INDEX}", seconds=0.6)]
+    hub.faults += stalls
+    download(REPO, tmp_path / "out")
+    assert_whole(tmp_path / "out", files)
+    assert all(fault.times == 0 for fault in stalls)
+
+
 def test_a_server_that_keeps_cutting_ends_in_one_line_and_a_rerun_completes(hub: HubServer, tmp_path: Path) -> None:
     files = checkpoint()
     hub.add_repo(REPO.id, files)

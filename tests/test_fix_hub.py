@@ -56,6 +56,14 @@ def test_asking_again_finds_the_same_pull_request(hub: HubServer, published: Pat
     assert len(hub.history(REPO.id, "refs/pr/1")) == 2
 
 
+def test_a_pull_request_of_somebody_else_is_not_ours(hub: HubServer, published: Path) -> None:
+    fix_hub(REPO, create_pr=True)
+    hub.repos[REPO.id].pulls[1]["author"] = "mallory"
+    assert fix_hub(REPO, create_pr=True).url == f"{hub.url}/org/glm/discussions/2"
+    hub.repos[REPO.id].pulls[2]["status"] = "closed"
+    assert fix_hub(REPO, create_pr=True).url == f"{hub.url}/org/glm/discussions/3"
+
+
 @pytest.mark.parametrize("where", ["POST .*/discussions", "POST .*/commit/", "GET .*/discussions$"])
 @pytest.mark.parametrize("fault", [{"status": 503}, {"status": 429, "headers": {"Retry-After": "2"}}, {"cut": 0}])
 def test_faults_are_waited_out_and_propose_once(hub: HubServer, published: Path, where: str, fault: dict[str, object]) -> None:
