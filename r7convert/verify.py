@@ -91,7 +91,7 @@ def _judge(folder: Path, source: Path | None, tp: int | None, reader: str | None
         compared.why_skipped = "no target to judge by"
     else:
         _check_claims(contract, facts, tp)
-        claims = Claims(target, judged_tp, reader, facts.get("nonfinite") or {}, facts.get("encoded") or {})
+        claims = Claims(target, judged_tp, reader, _object(facts.get("nonfinite")), _object(facts.get("encoded")))
         output = check_contract(folder, manifest.files, contract, claims, threads=threads, progress=progress)
         if source is None:
             compared.why_skipped = "no source was given"
@@ -165,18 +165,17 @@ def _check_accounting(source: Evidence, output: Evidence, done: Compared, droppe
     for name in dropped & done.source_used:
         account.fail(name, "dropped by request, says the manifest", expected="not in the output", found="there")
     sums = part.check("the manifest's accounting is true", "values")
-    stated, named = facts.get("accounting"), facts.get("encoded") or {}
-    kinds = stated if isinstance(stated, dict) else {}
+    named, kinds = _object(facts.get("encoded")), {kind: _object(said) for kind, said in _object(facts.get("accounting")).items()}
     due = sorted(name.removesuffix(".weight") for name in done.encoded)
     sums.same_json(f"{MANIFEST}: encoded", expected=due, found=sorted(name for name in named if f"{name}.weight" in source.tensors))
-    total = {key: sum(kind.get(key, 0) for kind in kinds.values() if isinstance(kind, dict)) for key in ("tensors", "bytes")}
+    total = {key: sum(said[key] for said in kinds.values() if is_int(said.get(key))) for key in ("tensors", "bytes")}
     true = {"tensors": len(source.tensors), "bytes": sum(entry.nbytes for entry in source.tensors.values())}
     sums.same_json(f"{MANIFEST}: accounting, summed", expected=true, found=total)
     for kind in kinds:
         sums.expect(kind in ACCOUNTS, f"{MANIFEST}: accounting", "kind", expected=f"one of {', '.join(ACCOUNTS)}", found=kind)
     counts = {**{kind: done.tallies.get(kind, (0, 0)) for kind in REENCODED}, "dropped": (len(dropped), None)}
     for kind, (count, _) in counts.items():
-        found = kinds[kind].get("tensors") if isinstance(kinds.get(kind), dict) else 0
+        found = kinds.get(kind, {}).get("tensors", 0)
         sums.same(f"{MANIFEST}: accounting", f"{kind} tensors", expected=count, found=found)
 
 
@@ -206,3 +205,8 @@ def _mean_k(output: Evidence) -> float | None:
 
 def _last_layer(folder: Path) -> int:
     return parse_geometry(read_json(folder / "config.json")).layers - 1
+
+
+def _object(value: Json) -> dict[str, Json]:
+    """The value if it is an object, an empty one for anything else: what must be one is checked where it is judged."""
+    return value if isinstance(value, dict) else {}
