@@ -2,18 +2,32 @@
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
 
 from tests.hub_server import HubServer
+from tests.outputs import Made, maker
 
 # A deadline would measure how busy the machine is.
 settings.register_profile("r7convert", deadline=None)
 settings.load_profile("r7convert")
+
+
+@pytest.fixture(scope="session")
+def make(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Made]:
+    """Good outputs by name, see tests/outputs.py. Harm copies only."""
+    return maker(tmp_path_factory)
+
+
+@pytest.fixture
+def no_fsync(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For tests that write hundreds of files, none of which has to survive a power cut."""
+    monkeypatch.setattr(os, "fsync", lambda fd: None)
 
 
 @pytest.fixture

@@ -5,7 +5,6 @@ The last test counts: a rule of the contract without a folder that breaks it fai
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -25,6 +24,7 @@ from tests.tamper import Held, change_tensor, edit_block, edit_config, edit_json
 
 Json = Any
 Harm = Callable[[Path], object]
+pytestmark = pytest.mark.usefixtures("no_fsync")
 
 SMALLEST: dict[str, Any] = {"hidden": 128, "intermediate": 256, "experts": 3, "layers": 3, "dense": 1}
 OUTPUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -38,13 +38,8 @@ OUTPUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _no_fsync(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "fsync", lambda fd: None)
-
-
 @pytest.fixture(scope="module")
-def make(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+def built(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     made: dict[str, Path] = {}
 
     def get(name: str) -> Path:
@@ -474,8 +469,8 @@ UNREACHED = {
 
 
 @pytest.mark.parametrize(("output", "rule", "harm"), [(o, r, h) for o, r, _, h in RULES], ids=[f"{o}: {r}: {n}" for o, r, n, _ in RULES])
-def test_each_rule_sees_the_folder_that_breaks_it(make: Callable[[str], Path], tmp_path: Path, output: str, rule: str, harm: Harm) -> None:
-    folder = tamper.copy_output(make(output), tmp_path / "copy")
+def test_each_rule_sees_the_folder_that_breaks_it(built: Callable[[str], Path], tmp_path: Path, output: str, rule: str, harm: Harm) -> None:
+    folder = tamper.copy_output(built(output), tmp_path / "copy")
     harm(folder)
     tamper.reseal(folder)
     verdict = verify(folder, threads=1)
@@ -486,10 +481,10 @@ def test_each_rule_sees_the_folder_that_breaks_it(make: Callable[[str], Path], t
     assert all(shown for shown in failed.values())
 
 
-def test_every_rule_of_the_contract_has_a_folder_that_breaks_it(make: Callable[[str], Path], tmp_path: Path) -> None:
+def test_every_rule_of_the_contract_has_a_folder_that_breaks_it(built: Callable[[str], Path], tmp_path: Path) -> None:
     rules = set()
     for name in OUTPUTS:
-        folder = tamper.copy_output(make(name), tmp_path / name.replace(" ", "-"))
+        folder = tamper.copy_output(built(name), tmp_path / name.replace(" ", "-"))
         verdict = verify(folder, threads=1)
         verdict.check()
         rules |= set(verdict.parts[1].checks)

@@ -1,15 +1,11 @@
-"""The judge on good outputs, and on every way in which one can be harmed: bits of each class, rules of each target.
+"""The judge on good outputs, on folders that are not whole, and on what is left to numbers.
 
-tests/test_contract.py has a broken folder for each single rule; here is the whole stage.
+A broken folder for each single rule: tests/test_contract.py; harm to each class of byte: tests/test_verify_harm.py.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,63 +18,13 @@ from r7convert.journal import MANIFEST, VERDICT, locked, manifest_digest, read_m
 from r7convert.repack import repack
 from r7convert.sample import write_sample
 from r7convert.store import STATE_DIR, read_header, read_json
-from r7convert.verdict import Verdict, check_verdict
+from r7convert.verdict import check_verdict
 from r7convert.verify import verify
 from tests import tamper
+from tests.outputs import OUTPUTS, SMALL, SMALLEST, Made, failed_parts, lines_of
 
 Json = Any
-SMALL: dict[str, Any] = {"hidden": 128, "intermediate": 256, "experts": 3, "layers": 3, "dense": 1}
-SMALLEST: dict[str, Any] = {**SMALL, "experts": 2, "layers": 2}
-
-
-@dataclass(frozen=True)
-class Made:
-    source: Path
-    output: Path
-
-    def judge(self, folder: Path | None = None, **choices: Any) -> Verdict:
-        return verify(folder or self.output, source=self.source, threads=1, **choices)
-
-
-# What mutation runs on: each target, each rotation layout, each form that a hidden-side vector has in an output.
-OUTPUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "rank-sliced shared_h_v1": ({"mode": "uniform", "equal_tail_vectors": True}, {"target": "rank-sliced", "tp": 2}),
-    "rank-sliced per_expert_v1": ({"mode": "uniform"}, {"target": "rank-sliced", "tp": 2, "reader": "r14"}),
-    "slabs": ({"mode": "mixed"}, {"target": "slabs", "tp": 2}),
-    "r7": ({"mode": "mixed", "tail_tp": 2}, {"target": "r7"}),
-    "exl3": ({"mode": "mixed"}, {"target": "exl3"}),
-}
-
-
-@pytest.fixture(autouse=True)
-def _no_fsync(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Hundreds of verdicts are written here, and none has to survive a power cut."""
-    monkeypatch.setattr(os, "fsync", lambda fd: None)
-
-
-@pytest.fixture(scope="module")
-def make(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Made]:
-    """The outputs above by name, each made once; tests work on copies."""
-    made: dict[str, Made] = {}
-
-    def get(name: str) -> Made:
-        if name not in made:
-            folder = tmp_path_factory.mktemp("made")
-            sample, choices = OUTPUTS[name]
-            write_sample(folder / "source", **SMALLEST, **sample)
-            repack(folder / "source", folder / "output", **choices)
-            made[name] = Made(folder / "source", folder / "output")
-        return made[name]
-
-    return get
-
-
-def lines_of(verdict: Verdict) -> str:
-    return "\n".join(line for part in verdict.parts for check in part.checks.values() for line in check.shown)
-
-
-def failed_parts(verdict: Verdict) -> set[str]:
-    return {part.name for part in verdict.parts if part.state == "failed"}
+pytestmark = pytest.mark.usefixtures("no_fsync")
 
 
 # ---- good outputs ---------------------------------------------------------------------------------------------------
@@ -150,128 +96,6 @@ def test_the_same_folder_gets_the_same_verdict(make: Callable[[str], Made], tmp_
         texts.append((folder / VERDICT).read_text())
     assert texts[0] == texts[1]
     assert str(tmp_path) not in texts[0], "a verdict is published: it names no folder of this machine"
-
-
-# ---- one bit in each class of tensor --------------------------------------------------------------------------------
-
-
-def tensor_classes(folder: Path) -> dict[str, str]:
-    """One tensor of each class, the last by name: not the one that a lazy check would look at first."""
-    names = [name for path in sorted(folder.glob("*.safetensors")) for name in read_header(path).tensors]
-    return {tamper.class_of(name): name for name in sorted(names)}
-
-
-def locate(folder: Path, name: str) -> tuple[Path, int, int]:
-    for path in folder.glob("*.safetensors"):
-        if (entry := read_header(path).tensors.get(name)) is not None:
-            return path, entry.offset, entry.nbytes
-    raise KeyError(name)
-
-
-@pytest.mark.parametrize("name", OUTPUTS)
-def test_one_bit_in_each_class_of_tensor_is_found_and_named(make: Callable[[str], Made], tmp_path: Path, name: str) -> None:
-    made = make(name)
-    classes = tensor_classes(made.output)
-    expert = {kind for kind in classes if ".mlp.experts." in kind}
-    assert len(expert) >= 10, "gate, up and down with their trellis, vectors and markers"
-    assert len(classes) - len(expert) >= 24, "embeddings, head, norms, attention, routers, dense MLPs, shared experts, MTP"
-    found = {}
-    for kind, tensor in classes.items():
-        folder = tamper.copy_output(made.output, tmp_path / "copy")
-        path, offset, nbytes = locate(folder, tensor)
-        tamper.flip_bit(path, offset + nbytes // 2, bit=len(found) % 8)
-        tamper.reseal(folder)
-        sealed = made.judge(folder)
-        assert "bytes" in failed_parts(sealed), kind
-        assert tensor in lines_of(sealed), f"{kind}: {lines_of(sealed)}"
-        found[kind] = sealed
-        shutil.rmtree(folder)
-    assert found.keys() == classes.keys()
-
-
-# ---- one bit in each class of header byte ---------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", OUTPUTS)
-def test_one_bit_in_each_class_of_header_byte_is_found(make: Callable[[str], Made], tmp_path: Path, name: str) -> None:
-    made = make(name)
-    kinds = {tamper.class_of(path.name): path.name for path in sorted(made.output.glob("*.safetensors"))}
-    assert kinds
-    looked = 0
-    for shard in kinds.values():
-        for label, at in tamper.header_places(made.output / shard).items():
-            folder = tamper.copy_output(made.output, tmp_path / "copy")
-            tamper.flip_bit(folder / shard, at)
-            tamper.reseal(folder)
-            verdict = made.judge(folder)
-            assert not verdict.ok, f"{shard}: {label}"
-            assert shard in lines_of(verdict), f"{shard}: {label}: {lines_of(verdict)}"
-            looked += 1
-            shutil.rmtree(folder)
-    assert looked >= 13 * len(kinds)
-
-
-# ---- each value and key of each JSON file ---------------------------------------------------------------------------
-
-
-# What one rule judges, whatever the target, is looked at in the first output alone.
-ONE_RULE = {"quantization_config.json", tamper.INDEX, "tokenizer.json", "tokenizer_config.json", "generation_config.json"}
-OWN_RULES = ("quantization_config", "hybrid_tr3_tail", "r7convert_provenance")
-
-
-@pytest.mark.parametrize("name", [name for name in OUTPUTS if name != "rank-sliced per_expert_v1"])
-def test_each_value_and_key_of_each_json_file_is_judged(make: Callable[[str], Made], tmp_path: Path, name: str) -> None:
-    made, is_first = make(name), name == next(iter(OUTPUTS))
-    files = {path.name for path in made.output.glob("*.json")} - {MANIFEST, VERDICT}
-    assert files > ONE_RULE
-    looked = 0
-    for file in sorted(files if is_first else files - ONE_RULE):
-        value = read_json(made.output / file)
-        changes = {label: (path, kind) for label, path, kind in tamper.json_changes(value)}
-        for label, (path, kind) in changes.items():
-            if file == "config.json" and not is_first and not label.removeprefix("key ").startswith(OWN_RULES):
-                continue
-            folder = tamper.copy_output(made.output, tmp_path / "copy")
-            changed = json.loads(json.dumps(value))
-            tamper.apply_change(changed, path, kind)
-            assert changed != value
-            tamper.put(folder / file, json.dumps(changed).encode())
-            tamper.reseal(folder)
-            assert not made.judge(folder).ok, f"{file}: {label}"
-            looked += 1
-            shutil.rmtree(folder)
-    assert looked >= 80
-
-
-@pytest.mark.parametrize("name", OUTPUTS)
-def test_one_bit_in_each_file_breaks_the_seal(make: Callable[[str], Made], tmp_path: Path, name: str) -> None:
-    made = make(name)
-    files = read_manifest(made.output).files
-    assert files.keys() >= {path.name for path in made.output.iterdir()} - {MANIFEST, VERDICT, "README.md"}
-    assert len(files) >= 9
-    for n, file in enumerate(sorted(files)):
-        folder = tamper.copy_output(made.output, tmp_path / str(n))
-        tamper.flip_bit(folder / file, (folder / file).stat().st_size // 2, bit=n % 8)
-        verdict = verify(folder, threads=1)
-        assert "seal" in failed_parts(verdict)
-        assert f"{file}: SHA-256" in lines_of(verdict)
-
-
-def test_what_the_manifest_says_is_judged(make: Callable[[str], Made], tmp_path: Path) -> None:
-    made = make("rank-sliced shared_h_v1")
-    manifest = read_json(made.output / MANIFEST)
-    claims = {"tool", "source", "rotation_layout", "moe_layers", "allow_nonfinite", "layers", "zeros", "drop_mtp", "partial"}
-    harmless = {"key reader"}  # none stated: judged as r28
-    looked = set()
-    for label, path, kind in tamper.json_changes(manifest):
-        if label.removeprefix("key ").split(".")[0] in claims or label in looked | harmless:
-            continue
-        looked.add(label)
-        folder = tamper.copy_output(made.output, tmp_path / "copy")
-        tamper.edit_json(folder / MANIFEST, lambda value, path=path, kind=kind: tamper.apply_change(value, path, kind))
-        assert not made.judge(folder).ok, label
-        shutil.rmtree(folder)
-    assert {"target", "tp", "reader", "format", "accounting.sliced.tensors"} <= looked
 
 
 # ---- folders that are not whole, and other cases from life ----------------------------------------------------------
