@@ -14,7 +14,7 @@ import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from r7convert import codec
+from r7convert import codec, kernels
 from r7convert.checkpoint import Checkpoint
 from r7convert.errors import FormatError, Offences, UnsupportedError, complain
 from r7convert.format import PROJECTIONS, expert_module, is_int
@@ -74,7 +74,7 @@ class Originals:
         Raises:  UnsupportedError if it does not match the payload.
         """
         weight = self._read(self._name(layer, expert, proj)).to(payload.trellis.device).float().t()
-        decoded = codec.decode_matrix(payload.trellis, payload.suh, payload.svh, bits=payload.bits)
+        decoded = kernels.decode_matrix(payload.trellis, payload.suh, payload.svh, bits=payload.bits)
         inner = 0 if proj == "down_proj" else 1
         key = (layer.layer, expert)
         with self._lock:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from r7convert import codec, devices
+from r7convert import codec, devices, kernels
 from r7convert.experts import HIDDEN_FIELD
 from r7convert.format import PROJECTIONS, expected_shape, expert_module
 from r7convert.moves import Axis, LayerPlan, Move
@@ -75,11 +75,11 @@ class Reencoder:
         weight = self.originals.weight(layer, expert, move.proj, payload)
         tiles = codec.to_tiles(to_rotated(weight, suh, svh))
         states, _ = devices.search_tiles(tiles.flatten(0, 1), bits=new_bits)
-        trellis = codec.pack_symbols(states, bits=new_bits).view(*tiles.shape[:2], 16 * new_bits)
-        before, after = (codec.decode_tiles(t, bits=k).float() for t, k in ((old, bits), (trellis, new_bits)))
+        trellis = kernels.pack_symbols(states, bits=new_bits).view(*tiles.shape[:2], 16 * new_bits)
+        before, after = (kernels.decode_tiles(t, bits=k).float() for t, k in ((old, bits), (trellis, new_bits)))
         figure = {"relative_error": relative_error(before, after)}
         for key, t, k in (("original_error_before", old, bits), ("original_error", trellis, new_bits)):
-            figure[key] = relative_error(weight, codec.decode_matrix(t, suh, svh, bits=k))
+            figure[key] = relative_error(weight, kernels.decode_matrix(t, suh, svh, bits=k))
         return trellis, figure
 
 
@@ -88,7 +88,7 @@ def to_rotated(weight: Tensor, suh: Tensor, svh: Tensor) -> Tensor:
     column that is zero whatever the trellis says.
     """
     inverses = [(scale.double().reciprocal() * (scale != 0)).nan_to_num(posinf=0.0).float() for scale in (suh, svh)]
-    return codec.hadamard_128(codec.hadamard_128(weight, dim=1, pre=inverses[1]), dim=0, pre=inverses[0])
+    return kernels.hadamard_128(kernels.hadamard_128(weight, dim=1, pre=inverses[1]), dim=0, pre=inverses[0])
 
 
 def relative_error(before: Tensor, after: Tensor) -> float:

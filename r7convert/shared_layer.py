@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from r7convert import codec, devices
+from r7convert import codec, devices, kernels
 from r7convert.checkpoint import Checkpoint
 from r7convert.errors import FormatError, InputError, UnsupportedError, complain
 from r7convert.format import TILE, TensorEntry
@@ -104,7 +104,7 @@ def encode_part(
         if len(weights) == 1:
             relative, worst = made.relative_error, made.worst_column
         else:
-            decoded = codec.decode_matrix(trellis, made.suh, svh, bits=bits)
+            decoded = kernels.decode_matrix(trellis, made.suh, svh, bits=bits)
             relative, worst = weight_error(merged[:, at:end].float(), decoded)
         figures[module] = {
             "from": str(weight.dtype).removeprefix("torch."),

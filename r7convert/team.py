@@ -20,6 +20,7 @@ T = TypeVar("T")
 
 # Ranks may wait for each other as long as a layer takes; one that died is noticed by its closed connection, not by this.
 _LONGEST_WAIT = timedelta(days=7)
+_AGAIN = "Its own message says why. Repeat the command: what is finished is kept."
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,10 +78,9 @@ class Team:
         try:
             yield
         except RuntimeError as error:
-            do = "Its own message says why. Repeat the command: what is finished is kept."
             found = str(error).splitlines()[0][:120]
             raise ResourceError(
-                complain(f"rank {self.rank}", f"another rank ended before {what}", expected=f"{self.size} ranks", found=found, do=do)
+                complain(f"rank {self.rank}", f"another rank ended before {what}", expected=f"{self.size} ranks", found=found, do=_AGAIN)
             ) from None
 
 
@@ -93,7 +93,11 @@ def join_team() -> Iterator[Team]:
     import torch.distributed as dist
 
     dist.init_process_group("gloo", timeout=_LONGEST_WAIT)
+    team = Team(dist.get_rank(), dist.get_world_size(), int(os.environ.get("LOCAL_RANK", "0")))
     try:
-        yield Team(dist.get_rank(), dist.get_world_size(), int(os.environ.get("LOCAL_RANK", "0")))
+        yield team
+    except KeyboardInterrupt:  # torchrun ends the others when one rank is gone
+        what = "stopped by torchrun, because another rank ended or somebody interrupted the run"
+        raise ResourceError(complain(f"rank {team.rank}", what, do=_AGAIN)) from None
     finally:
         dist.destroy_process_group()
