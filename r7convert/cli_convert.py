@@ -193,11 +193,15 @@ def verify(
     verbose: Verbose = False,
 ) -> None:
     """Judge a converted folder. Its seal, its reader's contract, its bytes against the source. Writes VERDICT.json, which push asks for."""
+    from r7convert.team import join_team
     from r7convert.verify import verify as judge
 
-    terminal = Terminal(as_json=as_json, quiet=quiet, verbose=verbose)
-    verdict = judge(folder, source=source, tp=tp, reader=reader, threads=threads, progress=terminal.progress())
-    terminal.result(verdict.to_json(), _verify_lines(folder, verdict, verbose))
+    with join_team() as team:
+        terminal = Terminal(as_json=as_json, quiet=quiet or not team.is_first, verbose=verbose)
+        verdict = judge(folder, source=source, tp=tp, reader=reader, threads=threads, team=team, progress=terminal.progress())
+        if not team.is_first:
+            return
+        terminal.result(verdict.to_json(), _verify_lines(folder, verdict, verbose))
     verdict.check()
 
 

@@ -9,13 +9,14 @@ from r7convert.findings import Part
 from r7convert.journal import COMMITTED, JOURNAL, MANIFEST, STAGED, VERDICT, Manifest, read_manifest
 from r7convert.progress import Progress
 from r7convert.store import STATE_DIR, hash_file
+from r7convert.team import Team
 
 # What the Hub's clients and git leave in a folder, and the card, which quotes the verdict and so cannot be under the seal that the
 # verdict is bound to. No reader of checkpoints looks at them.
 OTHERS_FILES = frozenset({".cache", ".git", ".gitattributes", "README.md"})
 
 
-def check_seal(folder: Path, part: Part, *, threads: int, progress: Progress) -> Manifest | None:
+def check_seal(folder: Path, part: Part, *, threads: int, progress: Progress, team: Team) -> Manifest | None:
     """Read the manifest strictly and hash every file it lists; None where there is no manifest to judge by.
 
     Source:  DESIGN.md "Verification"; nothing is complete without its seal.
@@ -40,7 +41,8 @@ def check_seal(folder: Path, part: Part, *, threads: int, progress: Progress) ->
             unlisted.expect(path.name in manifest.files, path, "file the manifest does not list", expected="none", found=path.name)
 
     listed = part.check("every listed file has its size and SHA-256", "files")
-    progress.start(sum(record.size for record in manifest.files.values()), "seal")
+    mine = team.share(list(manifest.files))
+    progress.start(sum(manifest.files[name].size for name in mine), "seal")
 
     def judge(name: str) -> tuple[str, str]:
         path, record = folder / name, manifest.files[name]
@@ -55,11 +57,15 @@ def check_seal(folder: Path, part: Part, *, threads: int, progress: Progress) ->
         except OSError as error:
             return "unreadable file", str(error)
 
+    judged = {}
     with ThreadPoolExecutor(threads) as pool:
-        for name, (what, found) in zip(manifest.files, pool.map(judge, manifest.files), strict=True):
-            record = manifest.files[name]
-            expected = {"size": record.size, "SHA-256": record.sha256}.get(what, "a file of the manifest")
-            listed.expect(not what, folder / name, what, expected=expected, found=found)
-            progress.advance(record.size, name)
+        for name, verdict in zip(mine, pool.map(judge, mine), strict=True):
+            judged[name] = verdict
+            progress.advance(manifest.files[name].size, name)
+    every = {name: verdict for share in team.gather(judged, "its files were hashed") for name, verdict in share.items()}
+    for name, record in manifest.files.items():
+        what, found = every.get(name, ("", ""))  # of other ranks' files only rank 0 learns
+        expected = {"size": record.size, "SHA-256": record.sha256}.get(what, "a file of the manifest")
+        listed.expect(not what, folder / name, what, expected=expected, found=found)
     part.scope.append(f"{len(manifest.files):,} files, {sum(record.size for record in manifest.files.values()):,} bytes hashed")
     return manifest

@@ -11,6 +11,7 @@ beside the manifest it is bound to, and `push` asks for it.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -27,6 +28,7 @@ from r7convert.journal import MANIFEST, Manifest, locked, manifest_digest
 from r7convert.progress import Progress
 from r7convert.seal import check_seal
 from r7convert.store import STATE_DIR, check_disjoint, read_json
+from r7convert.team import Team
 from r7convert.verdict import Verdict, write_verdict
 from r7convert.verify_bytes import REENCODED, Compared, compare_carried, compare_layer
 from r7convert.verify_errors import check_errors
@@ -48,17 +50,18 @@ def verify(
     tp: int | None = None,
     reader: str | None = None,
     threads: int | None = None,
+    team: Team | None = None,
     progress: Progress | None = None,
 ) -> Verdict:
     """Judge a sealed folder, write VERDICT.json into it, and hand the verdict back; `verdict.check()` raises if it is bad.
 
     `tp` and `reader` are what the caller means to serve with; None takes what the manifest states. With `source` the part
-    bytes compares every tensor with it.
+    bytes compares every tensor with it. In a team files and tensors are shared; rank 0 has the verdict and writes it.
 
     Raises:  UsageError for folders that cannot be meant, ResourceError if the verdict cannot be written.
     Source:  DESIGN.md "Verification".
     """
-    progress = progress or Progress()
+    progress, team = progress or Progress(), team or Team()
     threads = threads or min(os.cpu_count() or 1, 8)
     if not folder.is_dir():
         raise UsageError(complain(folder, "output", expected="a folder that r7convert wrote", found="none"))
@@ -69,16 +72,17 @@ def verify(
             raise UsageError(complain(source, "source", expected="a checkpoint folder", found="none"))
         check_disjoint(source, folder)
     if not (folder / MANIFEST).exists() and not (folder / STATE_DIR).exists():
-        return _judge(folder, source, tp, reader, threads, progress)  # nothing of ours: leave not even a lock there
-    with locked(folder):
-        return _judge(folder, source, tp, reader, threads, progress)
+        return _judge(folder, source, tp, reader, threads, progress, Team())  # nothing of ours: leave not even a lock there
+    with locked(folder) if team.is_first else contextlib.nullcontext():
+        team.wait("the lock was taken")
+        return _judge(folder, source, tp, reader, threads, progress, team)
 
 
-def _judge(folder: Path, source: Path | None, tp: int | None, reader: str | None, threads: int, progress: Progress) -> Verdict:
+def _judge(folder: Path, source: Path | None, tp: int | None, reader: str | None, threads: int, progress: Progress, team: Team) -> Verdict:
     seal, contract, compared = Part("seal"), Part("contract"), Part("bytes")
     numbers = Part("numbers", why_skipped="not asked for")
     parts = (seal, contract, compared, numbers)
-    manifest = check_seal(folder, seal, threads=threads, progress=progress)
+    manifest = check_seal(folder, seal, threads=threads, progress=progress, team=team)
     digest = manifest_digest(folder) if (folder / MANIFEST).is_file() else ""
     facts = manifest.facts if manifest else {}
     target, stated_tp = facts.get("target"), facts.get("tp")
@@ -92,14 +96,21 @@ def _judge(folder: Path, source: Path | None, tp: int | None, reader: str | None
     else:
         _check_claims(contract, facts, tp)
         claims = Claims(target, judged_tp, reader, _object(facts.get("nonfinite")), _object(facts.get("encoded")))
-        output = check_contract(folder, manifest.files, contract, claims, threads=threads, progress=progress)
+        if team.is_first:
+            output = check_contract(folder, manifest.files, contract, claims, threads=threads, progress=progress)
+        else:
+            shards = [name for name in manifest.files if name.endswith(".safetensors") and (folder / name).exists()]
+            output = gather(folder, shards, contract.check("headers are sound", "files"))
         if source is None:
             compared.why_skipped = "no source was given"
         else:
-            theirs = _compare(source, output, manifest, compared, threads=threads, progress=progress)
-            check_errors(theirs, output, facts, numbers, progress)
+            theirs = _compare(source, output, manifest, compared, threads=threads, progress=progress, team=team)
+            # What the headers do not promise is not decoded.
+            if team.first(not contract.failures + compared.failures, "its tensors were compared"):
+                check_errors(theirs, output, facts, numbers, progress, team)
     verdict = Verdict(digest, str(target or ""), judged_tp if manifest else 0, reader, parts)
-    write_verdict(folder, verdict)
+    if team.is_first:
+        write_verdict(folder, verdict)
     progress.finish()
     return verdict
 
@@ -118,7 +129,9 @@ def _check_claims(part: Part, facts: Mapping[str, Json], asked: int | None) -> N
     check.expect(facts.get("partial") is None, MANIFEST, "layers", expected="all of them", found=facts.get("partial"))
 
 
-def _compare(source_folder: Path, output: Evidence, manifest: Manifest, part: Part, *, threads: int, progress: Progress) -> Evidence:
+def _compare(
+    source_folder: Path, output: Evidence, manifest: Manifest, part: Part, *, threads: int, progress: Progress, team: Team
+) -> Evidence:
     """Every tensor of the source against the output's and back, then JSON and files; hands the source's headers back."""
     headers = part.check("the source's headers are sound", "files")
     source = gather(source_folder, _source_shards(source_folder), headers)
@@ -127,10 +140,16 @@ def _compare(source_folder: Path, output: Evidence, manifest: Manifest, part: Pa
     dropped = {name for name in source.tensors if last_layer is not None and is_mtp(name, last_layer + 1)}
     progress.start(sum(entry.nbytes for entry in source.tensors.values()), "bytes")
     done = Compared(part)
+    mine: list[tuple[int, Compared]] = []
     with ThreadPoolExecutor(threads) as pool:
-        for compared in pool.map(lambda task: task(), _tasks(source, output, dropped)):
-            done.absorb(compared)
+        for at, compared in pool.map(lambda task: (task[0], task[1]()), team.share(list(enumerate(_tasks(source, output, dropped))))):
+            mine.append((at, compared))
             progress.advance(sum(nbytes for _, nbytes in compared.tallies.values()))
+    every = [item for share in team.gather(mine, "its tensors were compared") for item in share]
+    if not team.is_first:
+        return source
+    for _, compared in sorted(every, key=lambda item: item[0]):
+        done.absorb(compared)
     _check_accounting(source, output, done, dropped, facts, part)
 
     compare_config(source_folder, output.folder, part, nominal=_mean_k(output), last_layer=last_layer)

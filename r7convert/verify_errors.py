@@ -9,6 +9,7 @@ made; one far above what its K costs on Gaussian weights (FORMAT.md section 7) i
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,7 @@ from r7convert.findings import Check, Part
 from r7convert.format import FIELDS, PROJECTIONS, TensorEntry, expert_module
 from r7convert.ktable import FRESH, expected_step
 from r7convert.progress import Progress
+from r7convert.team import Team
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -30,19 +32,30 @@ REMARKABLE, ABSURD = 1.25, 4.0  # times the figure for Gaussian weights
 WORTH_NAMING = 3
 
 
-def check_errors(source: Evidence, output: Evidence, facts: Mapping[str, Json], part: Part, progress: Progress) -> None:
+def check_errors(source: Evidence, output: Evidence, facts: Mapping[str, Json], part: Part, progress: Progress, team: Team) -> None:
     """Judge every matrix whose K changed and every weight that was encoded; the part is left skipped where there is none."""
     stated, encoded = (value if isinstance(value := facts.get(key), dict) else {} for key in ("reencoded", "encoded"))
     changed = list(_changed(source, output)) if stated else []  # a K that nobody claims to have changed is the bytes part's to name
-    weights = [entry for entry in source.carried if entry.name.removesuffix(".weight") in encoded and entry.name not in output.tensors]
+    weights = [
+        e for e in source.carried if e.name.removesuffix(".weight") in encoded and e.name not in output.tensors and _is_whole(e, output)
+    ]
     if not weights and not stated:
         return
     part.why_skipped = ""
-    progress.start(sum(e.nbytes for _, _, before, _ in changed for e in before) + sum(e.nbytes for e in weights), "errors")
+    nbytes = sum(entry.nbytes for _, _, before, _ in team.share(changed) for entry in before)
+    progress.start(nbytes + sum(entry.nbytes for entry in team.share(weights)), "errors")
+    with Payloads(source.folder) as old, Payloads(output.folder) as new:
+        recoded = {item[0]: _recoded_error(item, old, new, progress) for item in team.share(changed)}
+        errors = {entry.name: _encoded_error(entry, output, old, new, progress) for entry in team.share(weights)}
+    for recoded_there, errors_there in team.gather((recoded, errors), "its matrices were decoded"):
+        recoded |= recoded_there
+        errors |= errors_there
+    if not team.is_first:
+        return
     if stated:
-        _check_recoded(source, output, changed, stated, facts, part, progress)
+        _judge_recoded(changed, recoded, stated, facts, part)
     if weights:
-        _check_encoded(source, output, weights, encoded, part, progress)
+        _judge_encoded(weights, errors, output, encoded, part)
 
 
 Changed = tuple[str, str, list[TensorEntry], list[TensorEntry]]
@@ -59,69 +72,70 @@ def _changed(source: Evidence, output: Evidence) -> Iterator[Changed]:
                     yield expert_module(_root(theirs), number, expert, proj), proj, before, after
 
 
+def _is_whole(weight: TensorEntry, output: Evidence) -> bool:
+    """Whether all that stands for a weight is there; where it is not the contract and the bytes part say so."""
+    module = weight.name.removesuffix(".weight")
+    return all(f"{module}.{field}" in output.tensors for field in FIELDS)
+
+
 def _root(layer: LayerExperts) -> str:
     return min(layer.roots, default="model.layers")
 
 
-def _check_recoded(
-    source: Evidence,
-    output: Evidence,
-    changed: list[Changed],
-    stated: Mapping[str, Json],
-    facts: Mapping[str, Json],
-    part: Part,
-    progress: Progress,
-) -> None:
+def _recoded_error(changed: Changed, old: Payloads, new: Payloads, progress: Progress) -> float:
     from r7convert import codec
 
+    module, proj, before, after = changed
+    axis = 0 if proj == "down_proj" else 1
+    was = codec.decode_tiles(_whole(old, before, axis), bits=before[0].shape[2] // 16).double()
+    now = codec.decode_tiles(_whole(new, after, axis), bits=after[0].shape[2] // 16).double()
+    progress.advance(sum(entry.nbytes for entry in before), module)
+    return _relative(was, now)
+
+
+def _encoded_error(entry: TensorEntry, output: Evidence, old: Payloads, new: Payloads, progress: Progress) -> float:
+    import torch
+
+    from r7convert import codec
+
+    module = entry.name.removesuffix(".weight")
+    trellis, suh, svh = (_whole(new, [output.tensors[f"{module}.{field}"]], 0) for field in ("trellis", "suh", "svh"))
+    dtype = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}[entry.dtype]
+    raw = np.ascontiguousarray(old.array(entry)).view(np.uint8).reshape(-1)
+    weight = torch.from_numpy(raw).view(dtype).view(entry.shape).to(trellis.device).t().double()
+    progress.advance(entry.nbytes, module)
+    return _relative(weight, codec.decode_matrix(trellis, suh, svh, bits=trellis.shape[2] // 16).double())
+
+
+def _judge_recoded(
+    changed: list[Changed], errors: Mapping[str, float], stated: Mapping[str, Json], facts: Mapping[str, Json], part: Part
+) -> None:
     named = part.check("matrices of another K are those the manifest names", "matrices")
     named.same("MANIFEST.json: reencoded", "modules", expected=sorted(module for module, *_ in changed), found=sorted(stated))
     check = part.check("lifted and lowered matrices: error against what they came from", "matrices")
     policy = facts.get("policy")
     from_payload = not (isinstance(policy, dict) and policy.get("reference"))
-    errors: list[tuple[float, str]] = []
-    with check.collecting(0), Payloads(source.folder) as old, Payloads(output.folder) as new:
-        for module, proj, before, after in changed:
-            axis = 0 if proj == "down_proj" else 1
-            bits, new_bits = before[0].shape[2] // 16, after[0].shape[2] // 16
-            was = codec.decode_tiles(_whole(old, before, axis), bits=bits).double()
-            now = codec.decode_tiles(_whole(new, after, axis), bits=new_bits).double()
-            error = _relative(was, now)
-            said = stated.get(module)
-            what = said if isinstance(said, dict) else {}
-            check.expect((what.get("from"), what.get("to")) == (bits, new_bits), module, "K", expected=[bits, new_bits], found=said)
-            bound = expected_step(bits, new_bits).step if from_payload and {bits, new_bits} <= FRESH.keys() else None
-            _judge(check, module, error, what.get("relative_error"), bound)
-            errors.append((error, module))
-            progress.advance(sum(entry.nbytes for entry in before), module)
+    for module, _, before, after in changed:
+        bits, new_bits = before[0].shape[2] // 16, after[0].shape[2] // 16
+        said = stated.get(module)
+        what = said if isinstance(said, dict) else {}
+        check.expect((what.get("from"), what.get("to")) == (bits, new_bits), module, "K", expected=[bits, new_bits], found=said)
+        bound = expected_step(bits, new_bits).step if from_payload and {bits, new_bits} <= FRESH.keys() else None
+        _judge(check, module, errors[module], what.get("relative_error"), bound)
     _name_worst(part, "matrices of another K", errors)
 
 
-def _check_encoded(
-    source: Evidence, output: Evidence, weights: list[TensorEntry], stated: Mapping[str, Json], part: Part, progress: Progress
+def _judge_encoded(
+    weights: list[TensorEntry], errors: Mapping[str, float], output: Evidence, stated: Mapping[str, Json], part: Part
 ) -> None:
-    import torch
-
-    from r7convert import codec
-
     check = part.check("encoded matrices: error against the weight", "matrices")
-    errors: list[tuple[float, str]] = []
-    dtypes = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
-    with check.collecting(0), Payloads(source.folder) as old, Payloads(output.folder) as new:
-        for entry in weights:
-            module = entry.name.removesuffix(".weight")
-            pieces = {field: output.tensors[f"{module}.{field}"] for field in FIELDS}
-            trellis, suh, svh = (_whole(new, [pieces[field]], 0) for field in ("trellis", "suh", "svh"))
-            bits = pieces["trellis"].shape[2] // 16
-            raw = np.ascontiguousarray(old.array(entry)).view(np.uint8).reshape(-1)
-            weight = torch.from_numpy(raw).view(dtypes[entry.dtype]).view(entry.shape).to(trellis.device).t().double()
-            error = _relative(weight, codec.decode_matrix(trellis, suh, svh, bits=bits).double())
-            said = stated.get(module)
-            what = said if isinstance(said, dict) else {}
-            check.same(module, "K", expected=bits, found=what.get("bits"))
-            _judge(check, module, error, what.get("relative_error"), FRESH.get(bits))
-            errors.append((error, module))
-            progress.advance(entry.nbytes, module)
+    for entry in weights:
+        module = entry.name.removesuffix(".weight")
+        bits = output.tensors[f"{module}.trellis"].shape[2] // 16
+        said = stated.get(module)
+        what = said if isinstance(said, dict) else {}
+        check.same(module, "K", expected=bits, found=what.get("bits"))
+        _judge(check, module, errors[entry.name], what.get("relative_error"), FRESH.get(bits))
     _name_worst(part, "encoded matrices", errors)
 
 
@@ -135,11 +149,12 @@ def _judge(check: Check, module: str, error: float, stated: Json, gaussian: floa
             check.note(f"{module}: error {error:.3g}, {error / gaussian:.2f} times that of Gaussian weights")
 
 
-def _name_worst(part: Part, what: str, errors: list[tuple[float, str]]) -> None:
+def _name_worst(part: Part, what: str, errors: Mapping[str, float]) -> None:
     if errors:
-        worst = ", ".join(f"{module} {error:.3g}" for error, module in sorted(errors, reverse=True)[:WORTH_NAMING])
-        mean = sum(error for error, _ in errors) / len(errors)
-        part.scope.append(f"{what}: {len(errors):,} decoded by the codec, mean error {mean:.3g}, worst {worst}")
+        worst = sorted(((error, name.removesuffix(".weight")) for name, error in errors.items()), reverse=True)[:WORTH_NAMING]
+        mean = math.fsum(errors.values()) / len(errors)
+        named = ", ".join(f"{name} {error:.3g}" for error, name in worst)
+        part.scope.append(f"{what}: {len(errors):,} decoded by the codec, mean error {mean:.3g}, worst {named}")
 
 
 def _whole(payloads: Payloads, pieces: list[TensorEntry], axis: int) -> Tensor:
