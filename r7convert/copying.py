@@ -133,8 +133,10 @@ class _Joiner:
 
     def pieces(self, move: Move, count: int) -> list[Bytes]:
         """What each of `count` files gets."""
-        if move.axis == "cols" and len(move.sources) == 1 and 1 < count <= IOV_MAX:
-            return self._source.read_columns(move.sources[0], move.rows, count)
+        if len(move.sources) == 1 and move.field == "trellis" and count <= IOV_MAX:
+            if move.axis == "cols":
+                return self._source.read_columns(move.sources[0], move.rows, count)
+            return list(cut(self._source.read_entry(move.sources[0], passing=True), move, count))
         return list(cut(self.join(move), move, count))
 
     def join(self, move: Move) -> Bytes:
@@ -229,7 +231,7 @@ def _shard_bytes(shard: CarriedShard, source: SourceFiles, work: Work) -> Iterat
         tensors = [(entry.name, entry.dtype, entry.shape) for entry in shard.entries]
         yield np.frombuffer(encode_header(tensors, shard.metadata, shard.file), np.uint8)
     for offset, nbytes, entries in runs(shard.entries):
-        data = source.read(shard.file, offset, nbytes)
+        data = source.read(shard.file, offset, nbytes, passing=True)
         for entry in entries:
             at = entry.offset - offset
             check_values(entry, data[at : at + entry.nbytes], work)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import fcntl
 import hashlib
@@ -16,6 +17,7 @@ PARTIAL = ".partial"
 DATA_ALIGNMENT = 4096
 """Where the data of our safetensors files begins, and what O_DIRECT asks of buffers, lengths and positions."""
 _BUFFER_BYTES = 2 << 20
+_PIECE_BYTES = 1 << 18
 _O_DIRECT = getattr(os, "O_DIRECT", 0)
 
 
@@ -41,8 +43,8 @@ class WholeFile:
     Use as a context manager: `with WholeFile(path) as file: file.write(...)`, then `file.whole_record`. An error inside leaves
     nothing behind but what a kill would leave too: a `.partial` that the next run overwrites.
 
-    Bytes are gathered in one aligned buffer and go to the disk past the page cache where the file system allows it (O_DIRECT):
-    a byte then costs 0.9 ns of processor time in place of 1.5, and the fsync at the end finds nothing to wait for.
+    Bytes go to the disk past the page cache where the file system allows it (O_DIRECT), large aligned pieces from where they
+    are, others gathered in one aligned buffer: the fsync at the end finds nothing to wait for, and a copy is saved.
 
     `written`: the `.partial` has its bytes already, as a link or reflink; what is "written" is only hashed.
     """
@@ -77,6 +79,10 @@ class WholeFile:
 
     def write(self, data: bytes | memoryview) -> None:
         view = memoryview(data).cast("B")
+        if self._filled % DATA_ALIGNMENT == 0 and _is_aligned(view):
+            self._flush()
+            self._put(view)
+            return
         while view:
             count = min(len(view), _BUFFER_BYTES - self._filled)
             self._view[self._filled : self._filled + count] = view[:count]
@@ -86,18 +92,20 @@ class WholeFile:
                 self._flush()
 
     def _flush(self) -> None:
-        whole = self._view[: self._filled]
-        self._digest.update(whole)
-        self._size += self._filled
-        self._filled = 0
+        filled, self._filled = self._filled, 0
+        self._put(self._view[:filled])
+
+    def _put(self, view: memoryview) -> None:
+        self._digest.update(view)
+        self._size += len(view)
         if self._is_written:
             return
-        if self._is_direct and len(whole) % DATA_ALIGNMENT:
-            aligned = len(whole) // DATA_ALIGNMENT * DATA_ALIGNMENT
-            self._write_out(whole[:aligned])
+        if self._is_direct and len(view) % DATA_ALIGNMENT:
+            aligned = len(view) // DATA_ALIGNMENT * DATA_ALIGNMENT
+            self._write_out(view[:aligned])
             self._leave_direct()
-            whole = whole[aligned:]
-        self._write_out(whole)
+            view = view[aligned:]
+        self._write_out(view)
 
     def _write_out(self, view: memoryview) -> None:
         while view:
@@ -140,3 +148,10 @@ class WholeFile:
             self.close()
         else:
             self.discard()
+
+
+def _is_aligned(view: memoryview) -> bool:
+    """True for a large piece that can go to the disk from where it is. A page boundary cannot be asked of read-only memory."""
+    if len(view) < _PIECE_BYTES or len(view) % DATA_ALIGNMENT or view.readonly:
+        return False
+    return ctypes.addressof(ctypes.c_char.from_buffer(view)) % DATA_ALIGNMENT == 0
