@@ -6,6 +6,7 @@ so that a repo on the Hub, read by range requests, passes exactly the same ones.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -109,6 +110,17 @@ class Checkpoint:
     @property
     def payload_bytes(self) -> int:
         return sum(entry.nbytes for entry in self.tensors.values())
+
+    @property
+    def headers_sha256(self) -> str:
+        """A digest over names, dtypes, shapes and places of every tensor, in every file."""
+        digest = hashlib.sha256()
+        for file in sorted(self.headers):
+            header = self.headers[file]
+            digest.update(f"{file} {header.size} {header.data_start}\n".encode())
+            for entry in header.tensors.values():
+                digest.update(f"{entry.name} {entry.dtype} {entry.shape} {entry.offset}\n".encode())
+        return digest.hexdigest()
 
 
 def read_checkpoint(folder: Path) -> Checkpoint:

@@ -12,7 +12,6 @@ command that was cut short encodes only the layers that are missing.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -23,17 +22,17 @@ from r7convert import __version__
 from r7convert.checkpoint import Checkpoint, read_checkpoint
 from r7convert.devices import find_devices, tiles_per_s, work_on
 from r7convert.errors import UsageError, complain
-from r7convert.journal import MANIFEST, Journal, locked, read_manifest, staging
+from r7convert.journal import MANIFEST, Journal, locked, manifest_digest, read_manifest, staging
 from r7convert.progress import Progress
 from r7convert.shared_layer import encode_layer
 from r7convert.shared_output import Work, all_figures, all_kept, write_output
 from r7convert.shared_plan import Outcome, SharedLayer, plan_shared
+from r7convert.source import Folder
 from r7convert.store import (
     STATE_DIR,
     FileRecord,
     check_disjoint,
     check_free_space,
-    encode_json,
 )
 from r7convert.team import Team
 
@@ -149,7 +148,9 @@ def encode_shared(
         progress.finish()
     figures = all_figures(outcomes)
     kept = all_kept(work.plan, outcomes)
-    return _report(work, names, figures, kept, seconds=time.monotonic() - started, written=True, removed_files=tuple(removed))
+    return _report(
+        work, names, figures, kept, seconds=time.monotonic() - started, written=bool(figures or output), removed_files=tuple(removed)
+    )
 
 
 # ---- before ---------------------------------------------------------------------------------------------------------
@@ -177,7 +178,8 @@ def _check_new(output: Path) -> None:
 def _check_room(work: Work, place: Path) -> None:
     touched = {work.checkpoint.tensors[name].file for part in work.plan.parts for name in part.replaced}
     need = sum(part.payload_bytes(work.plan.bits) for part in work.plan.parts)
-    need += sum(work.checkpoint.headers[name].size for name in touched)
+    carried = touched if work.output is None or work.link else work.checkpoint.sizes.keys()
+    need += sum(work.checkpoint.sizes[name] for name in carried)
     check_free_space(place, need + _ROOM_FOR_JSON)
 
 
@@ -186,15 +188,17 @@ def _fingerprint(work: Work) -> Json:
         "command": "encode-shared",
         "tool": __version__,
         **work.options,
-        "folder": _digest(work.checkpoint),
-        "source": _digest(work.weights),
+        "folder": _identity(work.checkpoint),
+        "source": _identity(work.weights),
     }
 
 
-def _digest(checkpoint: Checkpoint) -> str:
-    """What the headers say, as one digest: another checkpoint, or one that was changed, has another."""
-    said = [[e.name, e.dtype, e.shape, e.file, e.offset] for e in checkpoint.tensors.values()]
-    return hashlib.sha256(encode_json([dict(checkpoint.sizes), sorted(said)], compact=True)).hexdigest()
+def _identity(checkpoint: Checkpoint) -> Json:
+    """What an unfinished run compares: the seal of a sealed folder (a verdict may come and go), of any other its files."""
+    source = checkpoint.source
+    assert isinstance(source, Folder)
+    seal = manifest_digest(source.path) if (source.path / MANIFEST).exists() else source.identity()
+    return {"headers_sha256": checkpoint.headers_sha256, "files": seal}
 
 
 # ---- encoding -------------------------------------------------------------------------------------------------------

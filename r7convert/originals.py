@@ -9,7 +9,6 @@ those of another model or of another revision, are refused by name.
 
 from __future__ import annotations
 
-import hashlib
 import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -45,9 +44,8 @@ class Originals:
 
     def identity(self) -> Json:
         """Which originals, for manifest and journal."""
-        said = sorted((e.name, e.dtype, e.shape, e.file, e.offset) for e in self.checkpoint.tensors.values())
-        digest = hashlib.sha256(repr(said).encode()).hexdigest()
-        return {"repo": self.checkpoint.source.repo, "commit": self.checkpoint.source.commit, "headers_sha256": digest}
+        source = self.checkpoint.source
+        return {"repo": source.repo, "commit": source.commit, "headers_sha256": self.checkpoint.headers_sha256}
 
     def check(self, layers: Sequence[LayerPlan]) -> None:
         """Every weight that will be asked for is there, in a form that can be read: before anything is written."""

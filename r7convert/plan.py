@@ -9,7 +9,6 @@ exactly one place.
 
 from __future__ import annotations
 
-import hashlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -207,16 +206,8 @@ def _kind(name: str, layer: LayerPlan) -> str:
 
 
 def fingerprint(plan: Plan) -> dict[str, Json]:
-    """What two runs must share so that one may finish the other's work, and what the manifest says of the source.
-
-    The header digest covers names, dtypes, shapes and places of every tensor, in every file.
-    """
-    digest = hashlib.sha256()
-    for file in sorted(plan.checkpoint.headers):
-        header = plan.checkpoint.headers[file]
-        digest.update(f"{file} {header.size} {header.data_start}\n".encode())
-        for entry in header.tensors.values():
-            digest.update(f"{entry.name} {entry.dtype} {entry.shape} {entry.offset}\n".encode())
+    """What two runs must share so that one may finish the other's work, and what the manifest says of the source."""
+    source = plan.checkpoint.source
     return {
         "target": plan.target,
         "tp": plan.tp,
@@ -224,5 +215,5 @@ def fingerprint(plan: Plan) -> dict[str, Json]:
         "rotation_layout": plan.rotation_layout,
         "layers": list(plan.selected) if plan.selected else None,
         "drop_mtp": plan.drop_mtp,
-        "source": {"repo": plan.checkpoint.source.repo, "commit": plan.checkpoint.source.commit, "headers_sha256": digest.hexdigest()},
+        "source": {"repo": source.repo, "commit": source.commit, "headers_sha256": plan.checkpoint.headers_sha256},
     }

@@ -23,6 +23,7 @@ from r7convert.restamp import restamp
 from r7convert.sample import write_sample
 from r7convert.store import hash_file, read_json, write_json
 from r7convert.team import Team
+from r7convert.verify import verify
 from tests.fakes import FakeEncoder, fake_encoder
 from tests.kill import at_every_step
 
@@ -278,6 +279,7 @@ def test_too_little_signal_is_a_failure_by_name(tmp_path: Path, fake_encoder: Fa
         encode_shared(out, device="cpu", min_snr=36)
     kept = encode_shared(out, device="cpu", min_snr=36, on_failure="keep", restart=True)
     assert len(kept.kept) == 9
+    assert not kept.written
     assert not (out / ".r7convert").exists()
     assert "encoded" not in read_manifest(out).facts["accounting"]
 
@@ -396,6 +398,7 @@ def test_layers_that_are_done_are_not_encoded_again(tmp_path: Path, fake_encoder
     assert all(hash_file(out / name) == record for name, record in check.files.items())
     monkeypatch.setattr(devices, "encode_matrix", real)
     fake_encoder.calls.clear()
+    verify(out)  # a verdict that comes in between changes nothing
     with pytest.raises(UsageError, match="unfinished run with another bits: expected 6, got 5"):
         run(out, bits=5)
     run(out)

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from r7convert import codec, devices, trellis
+from r7convert import codec, devices
 from r7convert.checkpoint import Checkpoint, read_checkpoint
 from r7convert.errors import FormatError, UnsupportedError, UsageError
 from r7convert.format import PROJECTIONS
@@ -347,12 +347,3 @@ def test_channels_are_matched_or_not_at_all() -> None:
     assert match_channels(noisy, weight, 1).tolist() == order.tolist()  # type: ignore[union-attr]
     assert match_channels(torch.ones(64, 32), weight, 1) is None
     assert correlation(weight, torch.zeros(64, 32)) == 0
-
-
-def test_search_is_the_codecs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The door to the fast search gives what the truth gives, on a few tiles."""
-    tiles = torch.randn(3, 256, generator=torch.Generator().manual_seed(2))
-    states, error = devices.search_tiles(tiles, bits=5)
-    truth_states, truth_error = trellis.search_tiles(tiles, bits=5)
-    assert torch.equal(states, truth_states)
-    assert torch.allclose(error, truth_error, rtol=1e-5)
