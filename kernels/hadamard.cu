@@ -1,36 +1,20 @@
 // hadamard_128: had128(x * pre) * post in blocks of 128, fp32 inside, one rounding. Truth: codec.hadamard_128, bitwise: the same
 // butterflies in the same order, and no multiplication is fused with an addition. Bound: bytes.
-#include <cuda_bf16.h>
-
-#include "trellis.cuh"
+#include "butterfly.cuh"
 
 using namespace r7;
 
 constexpr int BLOCK = 128;
-constexpr float NORM = 0.08838834764831845f;  // 1/sqrt(128)
-
-__device__ __forceinline__ float widen(float x) { return x; }
-__device__ __forceinline__ float widen(__half x) { return __half2float(x); }
-__device__ __forceinline__ float widen(__nv_bfloat16 x) { return __bfloat162float(x); }
-__device__ __forceinline__ void narrow(float x, float& out) { out = x; }
-__device__ __forceinline__ void narrow(float x, __half& out) { out = __float2half_rn(x); }
-__device__ __forceinline__ void narrow(float x, __nv_bfloat16& out) { out = __float2bfloat16_rn(x); }
-
-template <typename T>
-struct alignas(16) Eight {
-    T at[8];
-};
-
 constexpr int AT_ONCE = 2;  // pairs of blocks a warp has in flight
 
 // Along the last dimension: half a warp transforms a block, eight adjacent values a lane.
 template <typename T>
-__global__ void __launch_bounds__(256) hadamard_rows(const Eight<T>* __restrict__ x, Eight<T>* __restrict__ out, const Eight<float>* __restrict__ pre, const Eight<float>* __restrict__ post, i64 blocks, i64 blocks_a_row) {
+__global__ void __launch_bounds__(256) hadamard_rows(const Several<T, 8>* __restrict__ x, Several<T, 8>* __restrict__ out, const Several<float, 8>* __restrict__ pre, const Several<float, 8>* __restrict__ post, i64 blocks, i64 blocks_a_row) {
     const int lane = threadIdx.x % 16;
     const i64 first = (blockIdx.x * i64(blockDim.x / 32) + threadIdx.x / 32) * 2 * AT_ONCE + threadIdx.x % 32 / 16;
     i64 place = pre || post ? first % blocks_a_row : 0;  // of the block in its row
 
-    Eight<T> in[AT_ONCE] = {};
+    Several<T, 8> in[AT_ONCE] = {};
 #pragma unroll
     for (int b = 0; b < AT_ONCE; ++b)
         if (first + 2 * b < blocks) in[b] = x[(first + 2 * b) * 16 + lane];
@@ -40,20 +24,11 @@ __global__ void __launch_bounds__(256) hadamard_rows(const Eight<T>* __restrict_
 #pragma unroll
         for (int i = 0; i < 8; ++i) v[i] = widen(in[b].at[i]);
         if (pre) {
-            const Eight<float> scale = pre[place * 16 + lane];
+            const Several<float, 8> scale = pre[place * 16 + lane];
 #pragma unroll
             for (int i = 0; i < 8; ++i) v[i] = __fmul_rn(v[i], scale.at[i]);
         }
-#pragma unroll
-        for (int distance = 1; distance < 8; distance *= 2) {
-#pragma unroll
-            for (int i = 0; i < 8; ++i) {
-                if (!(i & distance)) {
-                    const float low = v[i], high = v[i + distance];
-                    v[i] = low + high, v[i + distance] = low - high;
-                }
-            }
-        }
+        butterflies(v);
 #pragma unroll
         for (int distance = 1; distance < 16; distance *= 2) {
             const float sign = lane & distance ? -1.0f : 1.0f;
@@ -63,11 +38,11 @@ __global__ void __launch_bounds__(256) hadamard_rows(const Eight<T>* __restrict_
 #pragma unroll
         for (int i = 0; i < 8; ++i) v[i] = __fmul_rn(v[i], NORM);
         if (post) {
-            const Eight<float> scale = post[place * 16 + lane];
+            const Several<float, 8> scale = post[place * 16 + lane];
 #pragma unroll
             for (int i = 0; i < 8; ++i) v[i] = __fmul_rn(v[i], scale.at[i]);
         }
-        Eight<T> result;
+        Several<T, 8> result;
 #pragma unroll
         for (int i = 0; i < 8; ++i) narrow(v[i], result.at[i]);
         if (first + 2 * b < blocks) out[(first + 2 * b) * 16 + lane] = result;
@@ -93,16 +68,7 @@ __global__ void __launch_bounds__(BLOCK) hadamard_columns(const T* __restrict__ 
 #pragma unroll
         for (int r = 0; r < BLOCK; ++r) v[r] = __fmul_rn(v[r], pre[place + r]);
     }
-#pragma unroll
-    for (int distance = 1; distance < BLOCK; distance *= 2) {
-#pragma unroll
-        for (int r = 0; r < BLOCK; ++r) {
-            if (!(r & distance)) {
-                const float a = v[r], b = v[r + distance];
-                v[r] = a + b, v[r + distance] = a - b;
-            }
-        }
-    }
+    butterflies(v);
 #pragma unroll
     for (int r = 0; r < BLOCK; ++r) {
         const float y = __fmul_rn(v[r], NORM);

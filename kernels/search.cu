@@ -7,15 +7,17 @@
 // A tile is one walk of 384 steps, over positions 128..255, 0..127 and 128..255, from a free start:
 //   after 256 steps, the best path so far is followed back to where it crosses from 255 to 0: that is the closing node;
 //   after 384 steps, the best path to the closing node is followed back over all 256 positions. If it comes from the closing
-//   node, it is the best closed path there is through that node, and done. If not (2 to 23% of tiles, K6 to K3), the tile is
-//   queued for a second launch, whose walk is held to start in the closing node.
+//   node, it is the best closed path there is through that node, and done. If not (K3 to K6: 20, 12, 6, 3% of tiles), the node
+//   that it does come from is tried in the same way (K3 and K4, whose way back is short; six in seven close, at less error than
+//   the first node's); what is still open is queued for a second launch, whose walk is held to start in the closing node.
 // Node costs are written to memory. The way back recomputes the few candidates of one node a step, so no winners are ever
 // stored; one warp a tile goes it while the block walks on, because it does nothing but wait for memory.
 //
-// Bound: instructions. A step evaluates 65,536 states; a thread does two tiles at once in packed halves, with the values of its
+// Bound: packed-half arithmetic. A step evaluates 65,536 states; a thread does two tiles at once in packed halves, with the values of its
 // 128 states in 64 registers: subtract, multiply-add and half of a three-way minimum, 2.5 for two states. Two tiles share a
 // word, so a cost read from shared memory serves all the nodes that a thread owns, and nothing is duplicated. Costs stay small
-// by subtracting their minimum every eighth step, which keeps what fp16 loses near 0.01% (K6).
+// by subtracting their minimum every eighth step, which keeps what fp16 loses near 0.01%
+// (K6).
 #include "trellis.cuh"
 
 using namespace r7;
@@ -79,6 +81,7 @@ struct Shared {
     __half2 x[2][PAIRS][TILE];                       // weights times SCALE, these tiles' and the last ones'
     u32 best[2 * PAIRS];                             // the least cost of each tile, times 65536, plus its node
     u32 spent[PAIRS];                                // bits of all that was subtracted: zero if nothing ever was
+    u32 closing[2 * PAIRS], first[2 * PAIRS];        // the closing node being tried on the way back, and the first that was
 };
 
 // Values of a thread's 128 states, two nodes a register: value[run][pair of members][incoming].
@@ -227,71 +230,86 @@ struct Queue {
 template <int K>
 struct Trace {
     using S = Shape<K>;
-    static constexpr int CANDIDATES = S::STRIDE == 2 ? S::BRANCHES * S::BRANCHES : S::BRANCHES;
+    static constexpr u32 NODES = S::NODES, BRANCHES = S::BRANCHES, GROUPS = S::GROUPS;
+    static constexpr u32 CANDIDATES = S::STRIDE == 2 ? BRANCHES * BRANCHES : BRANCHES;
     static constexpr int EACH = CANDIDATES / 32;  // candidates a lane
 
     const __half* history;  // of this tile: every other half is its pair's other tile
     const __half* x;        // likewise
     int* states;            // nullptr: only the way matters
-    int node, position, kept;
+    u32 node;
+    int position, kept;
 
     __device__ __forceinline__ bool busy() const { return position >= 0; }
-    __device__ __forceinline__ void begin(int from_node, int before, int* to) { node = from_node, position = before - S::STRIDE, states = to; }
+    __device__ __forceinline__ void begin(u32 from_node, int before, int* to) { node = from_node, position = before - S::STRIDE, states = to; }
 
     // Candidate n comes through branch `last(n)` and, where two steps are taken at once, through branch `first(n)` before it.
-    static __device__ __forceinline__ int last(int n) { return n / (CANDIDATES / S::BRANCHES); }
-    static __device__ __forceinline__ int first(int n) { return n % S::BRANCHES; }
-    __device__ __forceinline__ int through(int n) const { return last(n) * S::GROUPS + node / S::BRANCHES; }
+    static __device__ __forceinline__ u32 last(u32 n) { return n / (CANDIDATES / BRANCHES); }
+    static __device__ __forceinline__ u32 first(u32 n) { return n % BRANCHES; }
+
+    // A lane's candidates are n = lane + 32*r. What belongs to r is added as a constant, so that it costs next to nothing.
+    static constexpr u32 LAST_OF_32 = S::STRIDE == 2 ? 32 / BRANCHES : 32;                       // last(32)
+    static constexpr u32 SLOT_OF_32 = S::STRIDE == 2 ? LAST_OF_32 * GROUPS / BRANCHES : 32;      // stored words that far apart
 
     // Opaque, so that nothing computed from it is kept in registers over the steps of a walk.
-    static __device__ __forceinline__ int lane_now() {
-        int lane = threadIdx.x % 32;
+    static __device__ __forceinline__ u32 lane_now() {
+        u32 lane = threadIdx.x % 32;
         asm volatile("" : "+r"(lane));
         return lane;
     }
 
     __device__ __forceinline__ void fetch(__half (&cost)[EACH]) const {
-        const int lane = lane_now();
+        const u32 lane = lane_now(), through = last(lane) * GROUPS + node / BRANCHES;
+        const u32 word = stored_slot<K>(S::STRIDE == 2 ? first(lane) * GROUPS + through / BRANCHES : through);
+        const __half* row = history + position / S::STRIDE * (S::NODES * 2);
 #pragma unroll
         for (int r = 0; r < EACH; ++r) {
-            const int n = lane + 32 * r;
-            const int from = S::STRIDE == 2 ? first(n) * S::GROUPS + through(n) / S::BRANCHES : through(n);
-            cost[r] = __ldcg(history + (position / S::STRIDE * S::NODES + stored_slot<K>(from)) * 2);
+            const u32 swizzle = S::ROWS ? 0 : (r * SLOT_OF_32 >> 5 & 3) << 2;
+            cost[r] = __ldcg(row + (word ^ swizzle) * 2 + r * SLOT_OF_32 * 2);
         }
     }
 
-    static __device__ __forceinline__ __half add_step(__half cost, __half x, int state) {
-        const __half v = mcg_value(state), miss = __hsub(x, __hadd(v, v));
+    static __device__ __forceinline__ __half add_step(__half cost, __half x, u32 product) {
+        const __half miss = __hfma(mcg_value_of_product(product), __float2half_rn(-SCALE), x);
         return __hfma(miss, miss, cost);
     }
 
-    __device__ __forceinline__ void advance(const __half (&cost)[EACH]) {
-        const int lane = lane_now();
+    // `closing` and `first_closing` are this warp's places in shared memory. A path that does not close is tried once from where it
+    // came from.
+    __device__ __forceinline__ void advance(const __half (&cost)[EACH], u32* closing, const u32* first_closing) {
+        const u32 lane = lane_now(), through = last(lane) * GROUPS + node / BRANCHES;
+        const u32 first_product = (first(lane) * NODES + through) * MCG, last_product = (last(lane) * NODES + node) * MCG;
         u32 best = ALL;
 #pragma unroll
         for (int r = 0; r < EACH; ++r) {
-            const int n = lane + 32 * r;
             __half total = cost[r];
-            if (S::STRIDE == 2) total = add_step(total, x[position * 2], first(n) * S::NODES + through(n));
-            total = add_step(total, x[(position + S::STRIDE - 1) * 2], last(n) * S::NODES + node);
-            best = min(best, u32(__half_as_ushort(total)) << 16 | u32(n));  // the lowest branch among equals
+            if (S::STRIDE == 2) total = add_step(total, x[position * 2], first_product + r * (LAST_OF_32 * GROUPS * MCG));
+            total = add_step(total, x[(position + S::STRIDE - 1) * 2], last_product + r * (LAST_OF_32 * NODES * MCG));
+            best = min(best, u32(__half_as_ushort(total)) << 16 | (lane + 32 * r));  // the lowest branch among equals
         }
-        const int winner = int(__reduce_min_sync(ALL, best) & 0xFFFF);
+        const u32 winner = __reduce_min_sync(ALL, best) & 0xFFFF;
 #pragma unroll
         for (int back = S::STRIDE - 1; back >= 0; --back) {
-            const int state = (back == S::STRIDE - 1 ? last(winner) : first(winner)) * S::NODES + node;
-            if (lane == (position + back) % 32) kept = state;
-            node = state / S::BRANCHES;
+            const u32 state = (back == S::STRIDE - 1 ? last(winner) : first(winner)) * NODES + node;
+            if (lane == (position + back) % 32) kept = int(state);
+            node = state / BRANCHES;
         }
         if (position % 32 == 0 && states) states[position + lane] = kept;
         position -= S::STRIDE;
+
+        if (S::STRIDE == 2 && position < 0 && states && node != *closing && *closing == *first_closing) {
+            __syncwarp();
+            if (lane == 0) *closing = node;
+            __syncwarp();
+            position = TILE - S::STRIDE;
+        }
     }
 
-    __device__ __forceinline__ void finish() {
+    __device__ __forceinline__ void finish(u32* closing, const u32* first_closing) {
         while (busy()) {
             __half cost[EACH];
             fetch(cost);
-            advance(cost);
+            advance(cost, closing, first_closing);
         }
     }
 };
@@ -323,7 +341,7 @@ __device__ __forceinline__ void walk(Shared<K, PAIRS>& sh, int turn, int positio
             }
             store_costs<K>(sh.cost[1 - s % 2][pair], best);
 
-            if (tracing) trace.advance(fetched);
+            if (tracing) trace.advance(fetched, &sh.closing[threadIdx.x / 32], &sh.first[threadIdx.x / 32]);
         }
         __syncthreads();
     }
@@ -363,6 +381,7 @@ __global__ void __launch_bounds__(THREADS, 1) search_tiles(const float* __restri
     auto& sh = *reinterpret_cast<Shared<K, PAIRS>*>(raw);
     if (HELD) count = queue->count;
     const int warp = threadIdx.x / 32;
+    u32 *closing = &sh.closing[warp % TILES], *first_closing = &sh.first[warp % TILES];  // of the way back that this warp goes
     history += blockIdx.x * History<K, PAIRS>::WORDS;
 
     u32 value[64];
@@ -370,8 +389,7 @@ __global__ void __launch_bounds__(THREADS, 1) search_tiles(const float* __restri
     Trace<K> trace;
     trace.history = reinterpret_cast<const __half*>(history) + warp / 2 * S::SLOTS * S::NODES * 2 + warp % 2;
     trace.position = -1;
-    u32 tile = 0;     // the one whose way back this warp goes
-    int closing = 0;  // and its closing node
+    u32 tile = 0;  // whose way back this is
     bool pending = false;
 
     const i64 groups = (count + TILES - 1) / TILES;
@@ -398,8 +416,8 @@ __global__ void __launch_bounds__(THREADS, 1) search_tiles(const float* __restri
             __syncthreads();
             walk<K, PAIRS, false>(sh, turn, HALF, value, stored, trace);
         }
-        trace.finish();  // of the last tiles, before their history is overwritten
-        if (!HELD && pending && trace.node != closing && threadIdx.x % 32 == 0) queue->entry[atomicAdd(&queue->count, 1u)] = {tile, u32(closing)};
+        trace.finish(closing, first_closing);  // of the last tiles, before their history is overwritten
+        if (!HELD && pending && trace.node != *closing && threadIdx.x % 32 == 0) queue->entry[atomicAdd(&queue->count, 1u)] = {tile, *first_closing};
         __syncthreads();
 
         walk<K, PAIRS, true>(sh, turn, 0, value, stored, trace);
@@ -408,20 +426,22 @@ __global__ void __launch_bounds__(THREADS, 1) search_tiles(const float* __restri
         trace.x = reinterpret_cast<const __half*>(sh.x[turn][warp / 2]) + warp % 2;
         if (!HELD) {
             find_best<K, PAIRS>(sh);
-            if (warp < TILES) trace.begin(int(sh.best[warp] & 0xFFFF), HALF, nullptr);
+            if (warp < TILES) trace.begin(sh.best[warp] & 0xFFFF, HALF, nullptr);
         }
         walk<K, PAIRS, true>(sh, turn, HALF, value, stored, trace);
         if (pending) {
-            trace.finish();
+            trace.finish(closing, first_closing);
             tile = HELD ? queue->entry[nth].tile : u32(nth);
-            closing = HELD ? int(queue->entry[nth].closing) : trace.node;
+            const u32 from = HELD ? queue->entry[nth].closing : trace.node;
+            if (threadIdx.x % 32 == 0) *closing = *first_closing = from;
+            __syncwarp();
             if (!HELD && threadIdx.x % 32 == 0) exact[tile] = sh.best[warp] < 0x10000u && !(sh.spent[warp / 2] >> warp % 2 * 16 & 0xFFFF);
-            trace.begin(closing, TILE, states + i64(tile) * TILE);
+            trace.begin(from, TILE, states + i64(tile) * TILE);
         } else {
             trace.position = -1;
         }
         __syncthreads();
     }
-    trace.finish();
-    if (!HELD && pending && trace.node != closing && threadIdx.x % 32 == 0) queue->entry[atomicAdd(&queue->count, 1u)] = {tile, u32(closing)};
+    trace.finish(closing, first_closing);
+    if (!HELD && pending && trace.node != *closing && threadIdx.x % 32 == 0) queue->entry[atomicAdd(&queue->count, 1u)] = {tile, *first_closing};
 }

@@ -33,22 +33,24 @@ __device__ __forceinline__ u32 as_u32(__half2 h) {
     return bits;
 }
 
-// Two fp16 numbers whose sum is the value of a 16-bit state (bits above the 16 must be zero). The mask and the exclusive or are
-// one LOP3; the compiler alone makes two, to keep both constants as immediates.
-__device__ __forceinline__ u32 mcg_terms(u32 state) {
+// Two fp16 numbers whose sum is the value of a state, of which `product` is MCG times its 16 bits. The mask and the exclusive or
+// are one LOP3; the compiler alone makes two, to keep both constants as immediates.
+__device__ __forceinline__ u32 mcg_terms(u32 product) {
     u32 terms;
-    asm("lop3.b32 %0, %1, %2, %3, 0x6A;" : "=r"(terms) : "r"(state * MCG), "r"(0x8FFF8FFFu), "r"(0x3B603B60u));
+    asm("lop3.b32 %0, %1, %2, %3, 0x6A;" : "=r"(terms) : "r"(product), "r"(0x8FFF8FFFu), "r"(0x3B603B60u));
     return terms;
 }
 
-__device__ __forceinline__ __half mcg_value(u32 state) {
-    __half2 terms = as_half2(mcg_terms(state));
+__device__ __forceinline__ __half mcg_value_of_product(u32 product) {
+    const __half2 terms = as_half2(mcg_terms(product));
     return __hadd(__low2half(terms), __high2half(terms));
 }
 
+__device__ __forceinline__ __half mcg_value(u32 state) { return mcg_value_of_product(state * MCG); }
+
 // Values of two states, `first` in the low half: two multiplications, one packed addition.
 __device__ __forceinline__ __half2 mcg_pair(u32 first, u32 second) {
-    u32 a = mcg_terms(first), b = mcg_terms(second);
+    u32 a = mcg_terms(first * MCG), b = mcg_terms(second * MCG);
     return __hadd2(as_half2(__byte_perm(a, b, 0x5410)), as_half2(__byte_perm(a, b, 0x7632)));
 }
 

@@ -176,13 +176,22 @@ def hadamard_128(x: Tensor, *, dim: int = -1, pre: Tensor | None = None, post: T
     return y.movedim(-1, dim).to(x.dtype)
 
 
-def decode_matrix(trellis: Tensor, suh: Tensor, svh: Tensor, *, bits: int, hadamard: Hadamard = hadamard_128) -> Tensor:
+def decode_matrix(
+    trellis: Tensor,
+    suh: Tensor,
+    svh: Tensor,
+    *,
+    bits: int,
+    dtype: torch.dtype = torch.float32,
+    hadamard: Hadamard = hadamard_128,
+) -> Tensor:
     """The weight that a stored matrix stands for: diag(suh) H decode(trellis) H diag(svh).
 
-    Shapes:  trellis [in/16, out/16, 16*bits] int16, suh [in], svh [out]; returns [in, out] float32.
+    Shapes:  trellis [in/16, out/16, 16*bits] int16, suh [in], svh [out]; returns [in, out] in `dtype`, worked out in float32.
     Source:  FORMAT.md section 1, "Forward", with x the identity.
+    Kernel:  kernels/decode.cu; must match bitwise.
     """
-    return hadamard(hadamard(decode_tiles(trellis, bits=bits).float(), dim=0, post=suh), dim=1, post=svh)
+    return hadamard(hadamard(decode_tiles(trellis, bits=bits).float(), dim=0, post=suh), dim=1, post=svh).to(dtype)
 
 
 # ---------------------------------------------------------------- encoding

