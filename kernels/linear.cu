@@ -26,16 +26,17 @@ __global__ void __launch_bounds__(256) linear_prepare(
 // grid: blocks of 8*NB tokens; column blocks, the second matrix's after the first's; splits of the in-channels.
 // out is [splits][tokens][matrices * out_side].
 template <int NB, int DEPTH>
-__global__ void __launch_bounds__(32 * MAX_WARPS, NB == 1 ? 3 : NB <= 4 ? 2 : 1) linear_product(
+__global__ void __launch_bounds__(32 * max_warps<NB>, blocks_a_processor<NB>) linear_product(
     const uint4* __restrict__ first, const uint4* __restrict__ second, i64 bits, const __half* __restrict__ rotated, i64 tokens,
     i64 in_side, i64 out_side, float* __restrict__ out) {
     extern __shared__ uint4 staged[];
-    __shared__ int rows[8 * NB];
-    wait_for_inputs();
+    __shared__ u64 fetched[token_slots<DEPTH>];
+    __shared__ u32 rows[8 * NB];
     const i64 first_token = blockIdx.x * i64(8 * NB);
-    const int width = int(blockDim.x) / 32 * STRIP, row_tiles = int(out_side / 16), column_blocks = row_tiles / width;
+    const int warps = int(blockDim.x) / 32, width = warps * strip_tiles<NB>, row_tiles = int(out_side / 16), column_blocks = row_tiles / width;
     const int matrix = blockIdx.y / column_blocks, first_tile = blockIdx.y % column_blocks * width;
     for (int i = threadIdx.x; i < 8 * NB; i += blockDim.x) rows[i] = i;
+    if (threadIdx.x < token_slots<DEPTH>) barrier_init(fetched + threadIdx.x, 32 + warps);
     __syncthreads();
     const int steps = int(in_side / (16 * STEP));
     const int begin = steps * int(blockIdx.z) / int(gridDim.z) * STEP, end = steps * int(blockIdx.z + 1) / int(gridDim.z) * STEP;
@@ -46,14 +47,14 @@ __global__ void __launch_bounds__(32 * MAX_WARPS, NB == 1 ? 3 : NB <= 4 ? 2 : 1)
         pitch,
         end - begin,
         reinterpret_cast<const uint4*>(rotated) + first_token * tokens_pitch + begin * token_pieces<NB>,
-        tokens_pitch,
+        u32(tokens_pitch),
         out + (blockIdx.z * tokens + first_token) * out_pitch + matrix * out_side + first_tile * 16,
-        out_pitch,
+        u32(out_pitch),
         int(min(i64(8 * NB), tokens - first_token)),
         rows,
         rows,
     };
-    multiply<NB, DEPTH>(int(bits), share, staged);
+    multiply<NB, DEPTH>(int(bits), share, staged, fetched);
 }
 
 // Sums the splits, rotates, scales, rounds once. One warp, one token, 128 channels; a row of out is the first matrix's

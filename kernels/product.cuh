@@ -1,9 +1,12 @@
 // Activations times a trellis matrix that is decoded on the way into the tensor cores: the machine of moe.cu and linear.cu.
 //
 // The product is taken transposed, mma.m16n8k16 with the weights as A (16 out-channels) and the tokens as B (8 of them),
-// because few tokens meet an expert: a tile is one A fragment and nothing is padded from 8 to 16. A warp owns a strip of
-// STRIP tiles of out-channels and walks down the in-channels, STEP tiles a stage; a block is 2, 4 or 8 such warps side by
-// side over up to 8*NB tokens. Trellis words and activations come by cp.async, DEPTH stages deep.
+// because few tokens meet an expert: a tile is one A fragment and nothing is padded from 8 to 16. A warp owns a strip of tiles of
+// out-channels and walks down the in-channels, STEP tiles a stage; a block is several such warps side by side over up to 8*NB tokens.
+//
+// Everything comes by cp.async, DEPTH stages deep. A warp fetches its own trellis words and waits for nobody. Tokens are shared:
+// the warps take turns in fetching them, and an mbarrier a slot says that they are there and that every warp has come so far that
+// the slot is free again; warps may be DEPTH - 1 stages apart. (With __syncthreads every stage, 8% of the time was lost there.)
 //
 // Bound: instructions. mcg needs, for each weight, its state cut out of the stream, a multiplication and a logic
 // operation: 32 (K4) or 37 (K3) instructions a tile and lane-wide warp, all else included, of which half on the integer ALU
@@ -17,13 +20,25 @@
 //  - At K = 4 a 32-bit cut holds two states, 16 bits apart. Multiplied whole, its low half is right for the lower state and
 //    the high half is off by the upper state's product: x = cut * MCG - (upper * MCG << 16), no mask at all.
 #pragma once
+#include "rotate.cuh"
 #include "trellis.cuh"
 
 namespace r7 {
 
-constexpr int STRIP = 4;     // tiles of out-channels a warp owns
-constexpr int STEP = 4;      // tiles of in-channels a stage
-constexpr int MAX_WARPS = 8;
+constexpr int STEP = 4;  // tiles of in-channels a stage
+
+// Tiles of out-channels a warp owns, and the most warps a block has. Both give 512 out-channels; 64 tokens' sums leave room for half a strip.
+template <int NB>
+constexpr int strip_tiles = NB <= 4 ? 4 : 2;
+template <int NB>
+constexpr int max_warps = NB <= 4 ? 8 : 16;
+template <int NB>
+constexpr int blocks_a_processor = NB == 1 ? 3 : NB <= 4 ? 2 : 1;
+
+// Slots of tokens: DEPTH - 1 ahead of a warp, which may be DEPTH - 1 ahead of another, which reads one. DEPTH is a power of two, and so
+// is this, so that a slot is a few bits of the stage.
+template <int DEPTH>
+constexpr int token_slots = 2 * DEPTH;
 
 // Terms apart (true) or added and rounded to fp16 (false), by blocks of 8 tokens.
 template <int NB>
@@ -123,6 +138,13 @@ __device__ __forceinline__ void fetch(uint4* to, const uint4* from, bool valid =
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(address), "l"(from), "r"(valid ? 16 : 0) : "memory");
 }
 
+// `pieces` of 16 bytes after `from`, in one instruction of the multiplier instead of two of the ALU.
+__device__ __forceinline__ const uint4* ahead(const uint4* from, u32 pieces) {
+    const uint4* out;
+    asm("mad.wide.u32 %0, %1, 16, %2;" : "=l"(out) : "r"(pieces), "l"(from));
+    return out;
+}
+
 __device__ __forceinline__ void fetch_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
 template <int PENDING>
@@ -130,84 +152,132 @@ __device__ __forceinline__ void fetch_wait() {
     asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
 }
 
-// One block's share of a product: all of its warps' strips, over `k_tiles` tiles of in-channels. A block of two warps takes
-// NB <= 4.
+// An mbarrier in shared memory.
+__device__ __forceinline__ void barrier_init(u64* barrier, int arrivals) {
+    asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(u32(__cvta_generic_to_shared(barrier))), "r"(arrivals) : "memory");
+}
+
+__device__ __forceinline__ void barrier_arrive(u64* barrier) {
+    asm volatile("{ .reg .b64 t; mbarrier.arrive.shared.b64 t, [%0]; }" ::"r"(u32(__cvta_generic_to_shared(barrier))) : "memory");
+}
+
+// Arrives when everything the thread has fetched so far is there.
+__device__ __forceinline__ void barrier_arrive_fetched(u64* barrier) {
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(u32(__cvta_generic_to_shared(barrier))) : "memory");
+}
+
+__device__ __forceinline__ void barrier_wait(u64* barrier, u32 parity) {
+    const u32 address = u32(__cvta_generic_to_shared(barrier));
+    u32 done;
+    do {
+#if __CUDA_ARCH__ >= 900
+        asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+#else
+        asm volatile("{ .reg .pred p; mbarrier.test_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+#endif
+                     : "=r"(done)
+                     : "r"(address), "r"(parity)
+                     : "memory");
+    } while (!done);
+}
+
+// One block's share of a product: all of its warps' strips, over `k_tiles` tiles of in-channels.
 struct Share {
     const uint4* tiles;   // the block's first tile; the others of the row follow, 2K pieces each
     i64 tiles_pitch;      // pieces from one row of tiles to the next
     int k_tiles;          // a multiple of STEP
     const uint4* tokens;  // activations in fragment order, row 0, at the block's first in-channel
-    i64 tokens_pitch;     // pieces a row
+    u32 tokens_pitch;     // pieces a row
     float* out;           // row 0, at the block's first out-channel
-    i64 out_pitch;        // numbers a row
+    u32 out_pitch;        // numbers a row
     int count;            // tokens, 1..8*NB
-    const int* from;      // shared memory: the row of `tokens` of each token,
-    const int* to;        // and its row of `out`
+    const u32* from;      // shared memory: the row of `tokens` of each token,
+    const u32* to;        // and its row of `out`
 };
 
-// `staged` takes DEPTH * (STEP * 8 * NB * token_pieces<NB> + warps * STEP * STRIP * 2K) pieces of 16 bytes.
+// Dynamic shared memory: token_slots * STEP * 8*NB * token_pieces pieces of 16 bytes, then for each warp DEPTH * STEP * strip_tiles * 2K.
+// `fetched` is token_slots barriers of 32 + warps arrivals. All threads call it, after a barrier behind `from`, `to` and `fetched`;
+// the words of the first stages are under way before wait_for_inputs(), everything else waits for it.
 template <int K, int NB, int DEPTH>
-__device__ __forceinline__ void multiply(const Share& share, uint4* staged) {
-    constexpr int pieces = token_pieces<NB>;
+__device__ __forceinline__ void multiply(const Share& share, uint4* staged, u64* fetched) {
+    constexpr int strip = strip_tiles<NB>, pieces = token_pieces<NB>, slots = token_slots<DEPTH>;
     constexpr int stage_tokens = STEP * 8 * NB * pieces;  // 16-byte pieces of a stage: of activations,
-    constexpr int stage_strip = STEP * STRIP * 2 * K;     // and of one warp's trellis words
-    constexpr int row_strip = STRIP * 2 * K;
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    constexpr int stage_words = STEP * strip * 2 * K;     // and of one warp's trellis words
+    constexpr int row_words = strip * 2 * K;
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;  // a power of two
     const Look<K> look(lane, u32(share.k_tiles) >> 31);
-    const int stages = share.k_tiles / STEP;
-    uint4* ring = staged + DEPTH * stage_tokens + warp * (DEPTH * stage_strip);
-    const uint4* strip = share.tiles + warp * row_strip;
+    const u32 stages = u32(share.k_tiles) / STEP;
+    uint4* ring = staged + slots * stage_tokens + warp * (DEPTH * stage_words);
 
     // A stage of a strip is STEP rows of pieces; the lane's pieces are at fixed places in it.
-    int strip_at[stage_strip / 32];
+    constexpr int lane_words = (stage_words + 31) / 32;
+    const uint4* next_words = share.tiles + warp * row_words;
+    u32 words_at[lane_words];
 #pragma unroll
-    for (int i = 0; i < stage_strip / 32; ++i) {
+    for (int i = 0; i < lane_words; ++i) {
         const int piece = lane + 32 * i;
-        strip_at[i] = piece / row_strip * int(share.tiles_pitch) + piece % row_strip;
+        words_at[i] = piece / row_words * u32(share.tiles_pitch) + piece % row_words;
     }
-    // A stage of activations is [in-tile][token][piece]: the thread's pieces are of one token, blockDim.x / (8 * NB * pieces) tiles apart.
-    const int token = threadIdx.x / pieces % (8 * NB);
-    const bool valid = token < share.count;
-    const uint4* token_row = share.tokens + share.from[valid ? token : 0] * share.tokens_pitch +
-                             threadIdx.x / (8 * NB * pieces) * pieces + threadIdx.x % pieces;
-    const int token_step = blockDim.x / (8 * NB);
 
-    auto load = [&](int stage, int slot) {
-        if (stage < stages) {
-            uint4* words = ring + slot * stage_strip + lane;
+    auto fetch_words = [&](int slot) {  // of the next stage
+        uint4* to = ring + slot * stage_words + lane;
 #pragma unroll
-            for (int i = 0; i < stage_strip / 32; ++i) fetch(words + 32 * i, strip + strip_at[i]);
-            strip += STEP * share.tiles_pitch;
-            const uint4* from = token_row;
-            for (int piece = threadIdx.x; piece < stage_tokens; piece += blockDim.x, from += token_step)
-                fetch(staged + slot * stage_tokens + piece, from, valid);
-            token_row += STEP * pieces;
+        for (int i = 0; i < lane_words; ++i)
+            if (stage_words % 32 == 0 || lane + 32 * i < stage_words) fetch(to + 32 * i, ahead(next_words, words_at[i]));
+        next_words += STEP * share.tiles_pitch;
+    };
+    auto fetch_tokens = [&](u32 stage) {  // one warp; a stage is [in-tile][token][piece]
+        constexpr int rows = 32 / pieces;  // tokens at once
+        uint4* to = staged + stage % slots * stage_tokens + lane;
+#pragma unroll
+        for (int part = 0; part < 8 * NB / rows; ++part) {
+            const int row = part * rows + lane / pieces;
+            const bool valid = row < share.count;
+            const uint4* from = share.tokens + u64(share.from[valid ? row : 0]) * share.tokens_pitch + stage * STEP * pieces + lane % pieces;
+#pragma unroll
+            for (int k_tile = 0; k_tile < STEP; ++k_tile) fetch(to + (k_tile * 8 * NB + part * rows) * pieces, from + k_tile * pieces, valid);
         }
-        fetch_commit();
+        barrier_arrive_fetched(fetched + stage % slots);
     };
 
-    float sums[STRIP][NB][4] = {};
 #pragma unroll
-    for (int stage = 0; stage < DEPTH - 1; ++stage) load(stage, stage);
-    int slot = 0, free_slot = DEPTH - 1;
-    for (int stage = 0; stage < stages; ++stage) {
+    for (u32 stage = 0; stage < DEPTH - 1; ++stage) {
+        if (stage < stages) fetch_words(stage);
+        fetch_commit();
+    }
+    wait_for_inputs();
+#pragma unroll
+    for (u32 stage = 0; stage < DEPTH - 1; ++stage) {
+        if (stage < stages) {
+            if (lane == 0) barrier_arrive(fetched + stage);
+            if (warp == (stage & (warps - 1))) fetch_tokens(stage);
+        }
+    }
+
+    float sums[strip][NB][4] = {};
+    for (u32 stage = 0; stage < stages; ++stage) {
         fetch_wait<DEPTH - 2>();
-        __syncthreads();  // the stage is here for all, and nobody still reads the slot that is filled next
-        load(stage + DEPTH - 1, free_slot);
-        free_slot = free_slot + 1 == DEPTH ? 0 : free_slot + 1;
-        const u32* words = reinterpret_cast<const u32*>(ring + slot * stage_strip);
-        const uint4* tokens = staged + slot * stage_tokens;
-        slot = slot + 1 == DEPTH ? 0 : slot + 1;
-#pragma unroll(NB <= 2 ? STEP : 2)
+        barrier_wait(fetched + stage % slots, stage / slots % 2);
+        __syncwarp();  // every lane's words are here, and no lane still reads those of the stage before
+        const u32 next = stage + DEPTH - 1;
+        if (next < stages) {
+            fetch_words(next % DEPTH);
+            if (lane == 0) barrier_arrive(fetched + next % slots);
+            if (warp == (next & (warps - 1))) fetch_tokens(next);
+        }
+        fetch_commit();
+        const u32* words = reinterpret_cast<const u32*>(ring + stage % DEPTH * stage_words);
+        const uint4* tokens = staged + stage % slots * stage_tokens;
+#pragma unroll(NB <= 2 ? STEP : NB == 4 ? 2 : 1)
         for (int row = 0; row < STEP; ++row) {
             if constexpr (terms_apart<NB>) {
                 uint4 b[NB];
 #pragma unroll
                 for (int n = 0; n < NB; ++n) b[n] = tokens[(row * NB + n) * 32 + lane];
 #pragma unroll
-                for (int t = 0; t < STRIP; ++t) {
+                for (int t = 0; t < strip; ++t) {
                     u32 x[8];
-                    weight_terms<K>(words + (row * STRIP + t) * tile_words<K>, look, x);
+                    weight_terms<K>(words + (row * strip + t) * tile_words<K>, look, x);
 #pragma unroll
                     for (int n = 0; n < NB; ++n) mma(sums[t][n], x[0], x[4], x[1], x[5], b[n].x, b[n].y);
 #pragma unroll
@@ -218,9 +288,9 @@ __device__ __forceinline__ void multiply(const Share& share, uint4* staged) {
 #pragma unroll
                 for (int n = 0; n < NB; ++n) b[n] = reinterpret_cast<const uint2*>(tokens)[(row * NB + n) * 32 + lane];
 #pragma unroll
-                for (int t = 0; t < STRIP; ++t) {
+                for (int t = 0; t < strip; ++t) {
                     u32 x[8];
-                    weight_terms<K>(words + (row * STRIP + t) * tile_words<K>, look, x);
+                    weight_terms<K>(words + (row * strip + t) * tile_words<K>, look, x);
                     const u32 a0 = add_terms(x[0], x[1]), a1 = add_terms(x[4], x[5]);
                     const u32 a2 = add_terms(x[2], x[3]), a3 = add_terms(x[6], x[7]);
 #pragma unroll
@@ -231,16 +301,16 @@ __device__ __forceinline__ void multiply(const Share& share, uint4* staged) {
     }
 
     // sums[t][n]: out-channels lane/4 and lane/4 + 8 of tile t, tokens 8n + 2*(lane%4) and the next. Eight lanes write 32 bytes.
-    float* out = share.out + warp * STRIP * 16 + lane / 4;
+    float* out = share.out + warp * strip * 16 + lane / 4;
 #pragma unroll
     for (int n = 0; n < NB; ++n) {
 #pragma unroll
         for (int odd = 0; odd < 2; ++odd) {
             const int token = 8 * n + 2 * (lane % 4) + odd;
             if (token < share.count) {
-                float* row = out + share.to[token] * share.out_pitch;
+                float* row = out + u64(share.to[token]) * share.out_pitch;
 #pragma unroll
-                for (int t = 0; t < STRIP; ++t) {
+                for (int t = 0; t < strip; ++t) {
                     row[t * 16] = sums[t][n][odd];
                     row[t * 16 + 8] = sums[t][n][odd + 2];
                 }
@@ -251,12 +321,12 @@ __device__ __forceinline__ void multiply(const Share& share, uint4* staged) {
 
 // The same, K being known at run time; K is one for the whole block.
 template <int NB, int DEPTH>
-__device__ __forceinline__ void multiply(int bits, const Share& share, uint4* staged) {
+__device__ __forceinline__ void multiply(int bits, const Share& share, uint4* staged, u64* fetched) {
     switch (bits) {
-        case 3: return multiply<3, NB, DEPTH>(share, staged);
-        case 4: return multiply<4, NB, DEPTH>(share, staged);
-        case 5: return multiply<5, NB, DEPTH>(share, staged);
-        case 6: return multiply<6, NB, DEPTH>(share, staged);
+        case 3: return multiply<3, NB, DEPTH>(share, staged, fetched);
+        case 4: return multiply<4, NB, DEPTH>(share, staged, fetched);
+        case 5: return multiply<5, NB, DEPTH>(share, staged, fetched);
+        case 6: return multiply<6, NB, DEPTH>(share, staged, fetched);
     }
 }
 

@@ -84,7 +84,7 @@ __device__ __forceinline__ void store_fragments(const float (&v)[4], __half* blo
     }
 }
 
-__device__ __forceinline__ void add_float4(float (&v)[4], const float* from, float weight = 1.0f) {
+__device__ __forceinline__ void add_float4(float* v, const float* from, float weight = 1.0f) {
     const float4 f = *reinterpret_cast<const float4*>(from);
     v[0] += weight * f.x, v[1] += weight * f.y, v[2] += weight * f.z, v[3] += weight * f.w;
 }

@@ -59,7 +59,7 @@ def linear_forward(x: Tensor, matrices: Sequence[Matrix], *, dtype: torch.dtype 
 
 @cache
 def _cut(tokens: int, in_side: int, out_side: int, count: int, processors: int) -> Cut:
-    blocks = choose_token_blocks(tokens, out_side)
+    blocks = choose_token_blocks(tokens)
     return cut_product(in_side, out_side, items=-(-tokens // (8 * blocks)), token_blocks=blocks, matrices=count, processors=processors)
 
 

@@ -4,7 +4,7 @@
     scratch = torch.empty(moe_scratch_bytes(experts, batch, topk), dtype=torch.uint8, device="cuda")
     partial = moe_forward(x, topk_ids, topk_weights, experts, scratch=scratch)      # ranks are summed by the caller
 
-The kernels are kernels/moe.cu: five launches that a CUDA graph can capture, no host synchronisation, nothing allocated but
+The kernels are kernels/moe.cu: five or six launches that a CUDA graph can capture, no host synchronisation, nothing allocated but
 what the caller leaves out. Without a GPU moe_forward is moe_reference in float16: slow, and the same numbers.
 """
 
@@ -23,12 +23,14 @@ from r7convert.codec import BLOCK, Matrix, expert_forward
 from r7convert.errors import FormatError, Offences, UnsupportedError, UsageError, complain
 from r7convert.format import PROJECTIONS
 from r7convert.nvrtc import Kernel, load_kernel
-from r7convert.product import Cut, choose_token_blocks, cut_product, processors
+from r7convert.product import Cut, choose_group, choose_token_blocks, cut_product, processors
 from r7convert.slabs import Slabs
 
 MAX_TOKENS = 2048
 """Tokens of one launch; more go in turns. At 64 tokens an expert, what a block takes, a turn decodes nothing twice."""
 MAX_TOPK = 16
+MAX_UNROUTED = 256
+"""Pairs up to which each block finds its own, and moe_route is left out."""
 KINDS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 
 
@@ -157,6 +159,8 @@ class _Plan:
     gate_up: Cut
     down: Cut
     max_items: int
+    activate_group: int
+    combine_group: int
     offsets: dict[str, int]
     nbytes: int
 
@@ -173,13 +177,15 @@ def _plan(experts: Experts, tokens: int, topk: int) -> _Plan:
 def _plan_shapes(hidden: int, inner: int, experts: int, tokens: int, topk: int, rows: int, inputs: int, multiprocessors: int) -> _Plan:
     """`rows` and `inputs`: rows of rotated x, and how many rotations of it."""
     pairs = tokens * topk
-    blocks = choose_token_blocks(pairs / experts, hidden, inner)
+    blocks = choose_token_blocks(pairs / experts)
     hit = experts * -math.expm1(-pairs / experts)  # experts that evenly spread routes meet
     items = max(hit, pairs / (8 * blocks))
     gate_up = cut_product(hidden, inner, items=items, token_blocks=blocks, matrices=2, processors=multiprocessors)
     down = cut_product(inner, hidden, items=items, token_blocks=blocks, matrices=1, processors=multiprocessors)
     most_hit = min(pairs, experts)
-    max_items = most_hit + (pairs - most_hit) // (8 * blocks)
+    max_items = most_hit + (pairs - most_hit) // (8 * blocks) if pairs > MAX_UNROUTED else pairs
+    activate_group = choose_group(pairs * (inner // BLOCK), gate_up.splits, multiprocessors)
+    combine_group = choose_group(tokens * (hidden // BLOCK), topk, multiprocessors)
 
     width = 4 if gate_up.terms_apart else 2
     early = {f"in_{i}": rows * hidden * width for i in range(inputs)}
@@ -195,7 +201,7 @@ def _plan_shapes(hidden: int, inner: int, experts: int, tokens: int, topk: int, 
         for name, size in group.items():
             offsets[name], end = end, _aligned(end + size)
         ends.append(end)
-    return _Plan(gate_up, down, max_items, offsets, max(ends))
+    return _Plan(gate_up, down, max_items, activate_group, combine_group, offsets, max(ends))
 
 
 def _aligned(at: int) -> int:
@@ -278,43 +284,50 @@ def _kernel(door: str, device: torch.device) -> Kernel:
 def _launch(x: Tensor, topk_ids: Tensor, topk_weights: Tensor, experts: Experts, scratch: Tensor, out: Tensor) -> None:
     slabs, device = experts.slabs, experts.device
     tokens, topk = topk_ids.shape
+    hidden, inner, pairs = slabs.hidden, slabs.inner, tokens * topk
     plan = _plan(experts, tokens, topk)
     gate_up, down = plan.gate_up, plan.down
     at = {name: scratch.data_ptr() + offset for name, offset in plan.offsets.items()}
-    hidden, inner, pairs = slabs.hidden, slabs.inner, tokens * topk
     ids = (topk_ids, int(topk_ids.dtype == torch.int64), slabs.experts)
     apart = str(gate_up.terms_apart).lower()
     second_in = at.get("in_1", 0)
     by_token = slabs.gate_suh.shape[0] == 1
-    rotations = (tokens if by_token else pairs) * (hidden // BLOCK) * (2 if second_in else 1)
 
-    prepare = (x, KINDS[x.dtype], *ids[:2], slabs.gate_suh, slabs.up_suh, slabs.gate_suh.shape[0], at["in_0"], second_in, tokens, topk)
-    route = (hidden, slabs.experts, gate_up.item_tokens, plan.max_items, at["order"], at["items"])
-    _kernel(f"moe_prepare<{apart}>", device).launch(1 + -(-rotations // 32), 1024, *prepare, *route, shared_bytes=12 * slabs.experts)
+    def run(door: str, grid: int | tuple[int, ...], block: int, *arguments: object, shared_bytes: int = 0, first: bool = False) -> None:
+        _kernel(door, device).launch(grid, block, *arguments, shared_bytes=shared_bytes, overlap=not first)
 
-    tier_bits = _packed(slabs.tiers)
-    max_bits = max(slabs.tiers)
+    def run_warps(door: str, warps: int, *arguments: object, first: bool = False) -> None:
+        run(door, -(-warps // 8), 256, *arguments, first=first)
 
-    def multiply(
-        cut: Cut, row: int, tiers: tuple[Tensor, ...], first: int, second: int, a_row: int, sides: tuple[int, int], to: int
-    ) -> None:
+    def multiply(cut: Cut, row: int, tiers: tuple[Tensor, ...], sources: tuple[int, ...], sides: tuple[int, int], to: int) -> None:
         assert slabs.descriptors is not None
-        planes = [tier.data_ptr() for tier in tiers] + [0, 0]
-        descriptors = slabs.descriptors.data_ptr() + 4 * row * slabs.stride
-        arguments = (at["items"], at["order"], descriptors, slabs.stride, *planes[:3], tier_bits, _packed(slabs.gate_n))
-        sources = (first, second, a_row, *sides, pairs, to)
+        items = (at["items"], at["order"]) if routed else (0, 0)
+        planes = ([tier.data_ptr() for tier in tiers] + [0, 0])[:3]
+        tables = (slabs.descriptors.data_ptr() + 4 * row * slabs.stride, slabs.stride, *planes, _packed(slabs.tiers), _packed(slabs.gate_n))
         grid = (plan.max_items, cut.column_blocks, cut.splits)
-        kernel = _kernel(f"moe_product{cut.instance}", device)
-        kernel.launch(grid, 32 * cut.warps, *arguments, *sources, shared_bytes=cut.shared_bytes(max_bits), overlap=True)
+        shared = cut.shared_bytes(max(slabs.tiers))
+        run(f"moe_product{cut.instance}", grid, 32 * cut.warps, *ids, *items, *tables, *sources, *sides, pairs, to, shared_bytes=shared)
 
-    in_1 = second_in or at["in_0"]
-    multiply(gate_up, 0, slabs.w13, at["in_0"], in_1, topk if by_token else 1, (hidden, inner), at["gate_up"])
-    activate = (at["gate_up"], gate_up.splits, *ids, slabs.rotations, pairs, inner, at["down_in"])
-    _kernel(f"moe_activate<{apart}>", device).launch(-(-pairs * (inner // BLOCK) // 8), 256, *activate, overlap=True)
-    multiply(down, 2, slabs.w2, at["down_in"], 0, 1, (inner, hidden), at["down"])
-    one_svh = slabs.down_svh.shape[0] == 1
-    combine = (at["down"], down.splits, *ids, topk_weights, slabs.down_svh, tokens, topk, hidden, out, KINDS[out.dtype])
-    _kernel(f"moe_combine<{str(one_svh).lower()}>", device).launch(-(-tokens * (hidden // BLOCK) // 8), 256, *combine, overlap=True)
+    routed = pairs > MAX_UNROUTED
+    if routed:
+        route = (*ids, pairs, gate_up.item_tokens, plan.max_items, at["order"], at["items"])
+        run("moe_route<1024>", 1, 1024, *route, shared_bytes=12 * slabs.experts, first=True)
+    rotations = (tokens if by_token else pairs) * (hidden // BLOCK) * (2 if second_in else 1)
+    suh = (slabs.gate_suh, slabs.up_suh, slabs.gate_suh.shape[0])
+    run_warps(
+        f"moe_rotate<{apart}>", rotations, x, KINDS[x.dtype], *ids, *suh, at["in_0"], second_in, tokens, topk, hidden, first=not routed
+    )
+
+    rotated = (at["in_0"], second_in or at["in_0"], topk if by_token else 1)
+    multiply(gate_up, 0, slabs.w13, rotated, (hidden, inner), at["gate_up"])
+    group = plan.activate_group
+    activate = (at["gate_up"], gate_up.splits, *ids, slabs.rotations, pairs, inner, at["down_in"], group)
+    run_warps(f"moe_activate<{apart}>", pairs * (inner // BLOCK) * group, *activate)
+
+    multiply(down, 2, slabs.w2, (at["down_in"], 0, 1), (inner, hidden), at["down"])
+    group, one_svh = plan.combine_group, str(slabs.down_svh.shape[0] == 1).lower()
+    combine = (at["down"], down.splits, *ids, topk_weights, slabs.down_svh, tokens, topk, hidden, out, KINDS[out.dtype], group)
+    run_warps(f"moe_combine<{one_svh}>", tokens * (hidden // BLOCK) * group, *combine)
 
 
 def _packed(numbers: tuple[int, ...]) -> int:

@@ -1,7 +1,7 @@
 """How a product with a trellis matrix is cut for the GPU: the host half of kernels/product.cuh.
 
-A block takes up to 8 * token_blocks tokens and a strip of 64 out-channels for each of its warps; the in-channels are split
-over `splits` blocks, whose sums are added by the kernel that follows. Pure arithmetic on shapes: the same shapes give the same
+A block takes up to 8 * token_blocks tokens and, for each of its warps, a strip of out-channels; the in-channels are split over
+`splits` blocks, whose sums are added by the kernel that follows. Pure arithmetic on shapes: the same shapes give the same
 cut, so that scratch can be sized, and a captured graph replayed, without a look at the data.
 """
 
@@ -15,11 +15,10 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-STRIP_CHANNELS = 64  # out-channels a warp owns
 STAGE_CHANNELS = 64  # in-channels a stage of the pipeline
-MAX_WARPS = 8
+BLOCK_CHANNELS = 512  # out-channels of a block, at most
 TOKEN_BLOCKS = (1, 2, 4, 8)  # instantiations, in blocks of 8 tokens
-DEPTH = 3
+DEPTH = 2
 
 # What the choice of `splits` is made by, in stages of one block: what a block costs before its first stage is there, and
 # how much of its speed a multiprocessor reaches with one, two, three blocks on it.
@@ -54,19 +53,24 @@ class Cut:
 
     def shared_bytes(self, max_bits: int) -> int:
         token_bytes = STAGE_CHANNELS * (4 if self.terms_apart else 2)
-        return DEPTH * (self.item_tokens * token_bytes + self.warps * STAGE_CHANNELS * STRIP_CHANNELS * max_bits // 8)
+        strip_bytes = STAGE_CHANNELS * strip_channels(self.token_blocks) * max_bits // 8
+        return 2 * DEPTH * self.item_tokens * token_bytes + DEPTH * self.warps * strip_bytes
 
 
-def count_warps(out_side: int) -> int:
-    """Warps a block: the largest power of two up to 8 that leaves none without a strip."""
-    return math.gcd(out_side // STRIP_CHANNELS, MAX_WARPS)
+def strip_channels(token_blocks: int) -> int:
+    """Out-channels a warp owns."""
+    return 64 if token_blocks <= 4 else 32
 
 
-def choose_token_blocks(tokens: float, *out_sides: int) -> int:
+def count_warps(out_side: int, token_blocks: int) -> int:
+    """Warps a block: the largest power of two that leaves none without a strip."""
+    strip = strip_channels(token_blocks)
+    return math.gcd(out_side // strip, BLOCK_CHANNELS // strip)
+
+
+def choose_token_blocks(tokens: float) -> int:
     """Blocks of 8 tokens for matrices that meet `tokens` tokens on average: room for most, so that few are decoded twice."""
-    most = 4 if any(count_warps(side) == 2 for side in out_sides) else 8
-    fit = next((n for n in TOKEN_BLOCKS if tokens <= 5.5 * n), 8)
-    return min(fit, most)
+    return next((n for n in TOKEN_BLOCKS if tokens <= 5.5 * n), TOKEN_BLOCKS[-1])
 
 
 def choose_splits(in_side: int, blocks: float, processors: int) -> int:
@@ -81,10 +85,18 @@ def choose_splits(in_side: int, blocks: float, processors: int) -> int:
     return best[1]
 
 
+def choose_group(tasks: int, parts: int, processors: int) -> int:
+    """Warps a task of a small kernel, each summing some of its parts: as many as still fit on the GPU at once, up to 8."""
+    group = 8
+    while group > 1 and (group > parts or tasks * group > 16 * processors):
+        group //= 2
+    return group
+
+
 def cut_product(in_side: int, out_side: int, *, items: float, token_blocks: int, matrices: int, processors: int) -> Cut:
     """The launch of `matrices` products of one shape, each met by `items` blocks of tokens."""
-    warps = count_warps(out_side)
-    column_blocks = out_side // (warps * STRIP_CHANNELS)
+    warps = count_warps(out_side, token_blocks)
+    column_blocks = out_side // (warps * strip_channels(token_blocks))
     splits = choose_splits(in_side, items * matrices * column_blocks, processors)
     return Cut(token_blocks=token_blocks, warps=warps, splits=splits, column_blocks=column_blocks * matrices)
 

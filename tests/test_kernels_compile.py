@@ -19,8 +19,9 @@ INSTANTIATIONS = {
     "hadamard.cu": [f"{name}<{type_}>" for name in ("hadamard_rows", "hadamard_columns") for type_ in ("float", "__half", "__nv_bfloat16")],
     "pack.cu": [f"{name}<{bits}>" for name in ("pack_symbols", "unpack_states") for bits in range(1, 9)],
     "moe.cu": [
+        "moe_route<1024>",
         *(f"moe_product<{blocks},{DEPTH}>" for blocks in TOKEN_BLOCKS),
-        *(f"{name}<{flag}>" for name in ("moe_prepare", "moe_activate", "moe_combine") for flag in ("false", "true")),
+        *(f"{name}<{flag}>" for name in ("moe_rotate", "moe_activate", "moe_combine") for flag in ("false", "true")),
     ],
     "linear.cu": [
         *(f"linear_product<{blocks},{DEPTH}>" for blocks in TOKEN_BLOCKS),

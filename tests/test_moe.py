@@ -17,7 +17,7 @@ from r7convert import codec
 from r7convert.errors import FormatError, UnsupportedError, UsageError
 from r7convert.linear import linear_forward
 from r7convert.moe import MAX_TOPK, check_slabs, load_experts, moe_forward, moe_reference, moe_scratch_bytes
-from r7convert.product import STRIP_CHANNELS, TOKEN_BLOCKS, choose_splits, choose_token_blocks, count_warps, cut_product
+from r7convert.product import BLOCK_CHANNELS, TOKEN_BLOCKS, choose_group, choose_splits, choose_token_blocks, cut_product, strip_channels
 from r7convert.slabs import Slabs
 from tests.random_slabs import random_bits, random_call, random_slabs, relative_l2
 
@@ -235,25 +235,20 @@ class TestWithoutGpu:
 class TestCut:
     @pytest.mark.parametrize("side", range(128, 6272, 128))
     def test_every_strip_has_a_warp_and_every_warp_a_strip(self, side: int) -> None:
-        cut = cut_product(512, side, items=3.0, token_blocks=1, matrices=1, processors=132)
-        assert cut.column_blocks * cut.warps * STRIP_CHANNELS == side
-        assert cut.warps in (2, 4, 8)
-        assert count_warps(side) == cut.warps
-
-    def test_two_warps_take_at_most_32_tokens(self) -> None:
-        """The kernel's threads must divide a stage's activations evenly."""
-        assert choose_token_blocks(1000, 128) == 4
-        assert choose_token_blocks(1000, 256, 512) == 8
-        assert [choose_token_blocks(n, 512) for n in (0.1, 5, 10, 20, 40)] == [1, 1, 2, 4, 8]
         for blocks in TOKEN_BLOCKS:
-            cut = cut_product(512, 512, items=1, token_blocks=blocks, matrices=1, processors=132)
-            assert cut.item_tokens == 8 * blocks
+            cut = cut_product(512, side, items=3.0, token_blocks=blocks, matrices=1, processors=132)
+            assert cut.column_blocks * cut.warps * strip_channels(blocks) == side
+            assert cut.warps in (2, 4, 8, 16)  # the kernel takes a power of two
+            assert cut.warps * strip_channels(blocks) <= BLOCK_CHANNELS
+
+    def test_token_blocks_follow_the_mean(self) -> None:
+        assert [choose_token_blocks(n) for n in (0.1, 5, 10, 20, 40, 1000)] == [1, 1, 2, 4, 8, 8]
 
     @pytest.mark.parametrize("bits", [3, 4, 5, 6])
     def test_a_block_fits_the_smallest_card(self, bits: int) -> None:
-        """99 KiB is what a block may have on sm_89 and sm_120; the kernel's own tables take 512 bytes of it."""
+        """99 KiB is what a block may have on sm_89 and sm_120; the kernel's own tables take 600 bytes of it."""
         for blocks in TOKEN_BLOCKS:
-            assert cut_product(512, 512, items=1, token_blocks=blocks, matrices=1, processors=132).shared_bytes(bits) <= 99 * 1024 - 512
+            assert cut_product(512, 512, items=1, token_blocks=blocks, matrices=1, processors=132).shared_bytes(bits) <= 99 * 1024 - 600
 
     def test_splits_leave_every_block_two_stages(self) -> None:
         for in_side in range(128, 6272, 128):
@@ -261,3 +256,8 @@ class TestCut:
                 assert 1 <= choose_splits(in_side, blocks, 132) <= max(1, in_side // 128)
         assert choose_splits(6144, 1e5, 132) == 1
         assert choose_splits(6144, 16, 132) > 8
+
+    def test_groups_fill_the_gpu_and_no_more(self) -> None:
+        assert [choose_group(48, parts, 132) for parts in (1, 2, 3, 8, 24)] == [1, 2, 2, 8, 8]
+        assert choose_group(132 * 16, 8, 132) == 1
+        assert choose_group(132 * 8, 8, 132) == 2

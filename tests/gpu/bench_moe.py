@@ -103,7 +103,8 @@ class Bench:
 
     def breakdown(self) -> str:
         """Microseconds of each launch, one after the other, no overlap."""
-        names = ("prepare", "gate_up", "activate", "down", "combine")
+        names = ("rotate", "gate_up", "activate", "down", "combine")
+        names = names if self.batch * TOPK <= moe.MAX_UNROUTED else ("route", *names)
         launch = nvrtc.Kernel.launch
         nvrtc.Kernel.launch = lambda self, *a, **k: launch(self, *a, **{**k, "overlap": False})  # type: ignore[method-assign]
         try:
@@ -114,7 +115,7 @@ class Bench:
         finally:
             nvrtc.Kernel.launch = launch  # type: ignore[method-assign]
         events = sorted((e for e in profile.events() if "moe_" in e.name), key=lambda e: e.time_range.start)
-        times = [statistics.median(e.device_time for e in events[i::5]) for i in range(5)]
+        times = [statistics.median(e.device_time for e in events[i :: len(names)]) for i in range(len(names))]
         return f"no overlap {apart:.1f} = " + " ".join(f"{n} {t:.1f}" for n, t in zip(names, times, strict=True))
 
 
@@ -140,7 +141,7 @@ def report(experts: Experts, batches: list[int], bandwidth: float) -> None:
 def sweep(experts: Experts) -> None:
     """Splits of both products, and the depth of the pipeline."""
     chosen = product.choose_splits
-    for depth in (3, 4):
+    for depth in (2, 4):
         product.DEPTH = depth
         for batch in (1, 8, 32, 128):
             bench = Bench(experts, batch, calls=max(2, CALLS[batch] // 2))
@@ -151,7 +152,7 @@ def sweep(experts: Experts) -> None:
                 bench.prepare()
                 times[gate_up, down] = bench.time()
             print(f"depth {depth} batch {batch}: " + "  ".join(f"{g}/{d} {t:.1f}" for (g, d), t in times.items()), flush=True)
-    product.choose_splits, product.DEPTH = chosen, 3
+    product.choose_splits, product.DEPTH = chosen, 2
     moe._plan_shapes.cache_clear()
 
 
