@@ -131,7 +131,7 @@ __device__ __forceinline__ int find_item(const Ids& ids, int pairs, int most, u3
 // `items` is null where few pairs find their items themselves. `descriptors` is the first projection's row of `stride`.
 // grid.z splits the in-channels; out is [grid.z][projections][pairs][out_side].
 template <int NB, int DEPTH>
-__global__ void __launch_bounds__(32 * max_warps<NB>, blocks_a_processor<NB>) moe_product(
+__global__ void __launch_bounds__(32 * MAX_WARPS, blocks_a_processor<NB>) moe_product(
     const void* __restrict__ topk_ids, i64 ids_wide, i64 experts, const int4* __restrict__ items, const int* __restrict__ order,
     const int* __restrict__ descriptors, i64 stride, const uint4* __restrict__ tier0, const uint4* __restrict__ tier1,
     const uint4* __restrict__ tier2, i64 tier_bits, i64 first_n, const __half* __restrict__ first_in,
@@ -142,32 +142,31 @@ __global__ void __launch_bounds__(32 * max_warps<NB>, blocks_a_processor<NB>) mo
     const Ids ids{topk_ids, ids_wide, experts};
     const int warps = int(blockDim.x) / 32;
     if (threadIdx.x < token_slots<DEPTH>) barrier_init(fetched + threadIdx.x, 32 + warps);
-    int expert, count;
+    int4 item = make_int4(-1, 0, 0, 0);
     if (items) {
-        const int4 item = items[blockIdx.x];
-        expert = item.x, count = expert < 0 ? 0 : item.z;
-        for (int i = threadIdx.x; i < count; i += blockDim.x) {
-            const int pair = order[item.y + i];
-            from[i] = u32(pair) / u32(pairs_a_row);
-            to[i] = pair;
-        }
-        __syncthreads();
+        item = items[blockIdx.x];
     } else {
-        expert = ids[blockIdx.x];
-        if (threadIdx.x < 32) {
-            const int own = find_item(ids, int(pairs), 8 * NB, to);
-            __syncwarp();
-            for (int i = threadIdx.x; i < own; i += 32) from[i] = to[i] / u32(pairs_a_row);
-            if (threadIdx.x == 0) found = own;
-        }
-        __syncthreads();
-        count = int(found);
+        item.x = ids[blockIdx.x];
     }
-    if (count == 0) return wait_for_inputs();  // no block may be done before the kernels that came before
-    const int width = warps * strip_tiles<NB>;  // tiles of out-channels a block takes
+    const int width = warps * STRIP;  // tiles of out-channels a block takes
     const int row_tiles = int(out_side / 16), column_blocks = row_tiles / width;
     const int projection = blockIdx.y / column_blocks, first_tile = blockIdx.y % column_blocks * width;
-    const int descriptor = descriptors[projection * stride + expert];
+    const int descriptor = item.x < 0 ? 0 : descriptors[projection * stride + item.x];  // on its way while the item is found
+    if (items) {
+        for (int i = threadIdx.x; i < item.z; i += blockDim.x) {
+            to[i] = u32(order[item.y + i]);
+            from[i] = to[i] / u32(pairs_a_row);
+        }
+    } else if (threadIdx.x < 32) {
+        const int own = find_item(ids, int(pairs), 8 * NB, to);
+        __syncwarp();
+        for (int i = threadIdx.x; i < own; i += 32) from[i] = to[i] / u32(pairs_a_row);
+        if (threadIdx.x == 0) found = u32(own);
+    }
+    __syncthreads();
+    const int count = items ? item.z : int(found);
+    if (count == 0) return wait_for_inputs();  // no block may be done before the kernels that came before
+
     const int tier = descriptor >> 8, plane = (descriptor & 255) + (projection ? packed(first_n, tier) : 0);
     const int bits = packed(tier_bits, tier);
     const int steps = int(in_side / (16 * STEP));

@@ -27,13 +27,10 @@ namespace r7 {
 
 constexpr int STEP = 4;  // tiles of in-channels a stage
 
-// Tiles of out-channels a warp owns, and the most warps a block has. Both give 512 out-channels; 64 tokens' sums leave room for half a strip.
+constexpr int STRIP = 4;  // tiles of out-channels a warp owns
+constexpr int MAX_WARPS = 4;
 template <int NB>
-constexpr int strip_tiles = NB <= 4 ? 4 : 2;
-template <int NB>
-constexpr int max_warps = NB <= 4 ? 8 : 16;
-template <int NB>
-constexpr int blocks_a_processor = NB == 1 ? 3 : NB <= 4 ? 2 : 1;
+constexpr int blocks_a_processor = NB == 1 ? 6 : 4;
 
 // Slots of tokens: DEPTH - 1 ahead of a warp, which may be DEPTH - 1 ahead of another, which reads one. DEPTH is a power of two, and so
 // is this, so that a slot is a few bits of the stage.
@@ -98,7 +95,7 @@ __device__ __forceinline__ void weight_terms(const u32* tile, const Look<K>& loo
         const u32 cuts[4] = {funnel(w0, w1, 12), funnel(w0, w1, 8), funnel(w0, w1, 4), w0};
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
-            x[j] = (cuts[j] >> 16) * MCG;
+            x[j] = cut<16>(cuts[j]) * MCG;
             x[j + 4] = cuts[j] * MCG + x[j] * 0xFFFF0000u;
         }
     } else {
@@ -195,22 +192,22 @@ struct Share {
     const u32* to;        // and its row of `out`
 };
 
-// Dynamic shared memory: token_slots * STEP * 8*NB * token_pieces pieces of 16 bytes, then for each warp DEPTH * STEP * strip_tiles * 2K.
+// Dynamic shared memory: token_slots * STEP * 8*NB * token_pieces pieces of 16 bytes, then for each warp DEPTH * STEP * STRIP * 2K.
 // `fetched` is token_slots barriers of 32 + warps arrivals. All threads call it, after a barrier behind `from`, `to` and `fetched`;
 // the words of the first stages are under way before wait_for_inputs(), everything else waits for it.
 template <int K, int NB, int DEPTH>
 __device__ __forceinline__ void multiply(const Share& share, uint4* staged, u64* fetched) {
-    constexpr int strip = strip_tiles<NB>, pieces = token_pieces<NB>, slots = token_slots<DEPTH>;
+    constexpr int pieces = token_pieces<NB>, slots = token_slots<DEPTH>;
     constexpr int stage_tokens = STEP * 8 * NB * pieces;  // 16-byte pieces of a stage: of activations,
-    constexpr int stage_words = STEP * strip * 2 * K;     // and of one warp's trellis words
-    constexpr int row_words = strip * 2 * K;
+    constexpr int stage_words = STEP * STRIP * 2 * K;     // and of one warp's trellis words
+    constexpr int row_words = STRIP * 2 * K;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;  // a power of two
     const Look<K> look(lane, u32(share.k_tiles) >> 31);
     const u32 stages = u32(share.k_tiles) / STEP;
     uint4* ring = staged + slots * stage_tokens + warp * (DEPTH * stage_words);
 
     // A stage of a strip is STEP rows of pieces; the lane's pieces are at fixed places in it.
-    constexpr int lane_words = (stage_words + 31) / 32;
+    constexpr int lane_words = stage_words / 32;
     const uint4* next_words = share.tiles + warp * row_words;
     u32 words_at[lane_words];
 #pragma unroll
@@ -223,7 +220,7 @@ __device__ __forceinline__ void multiply(const Share& share, uint4* staged, u64*
         uint4* to = ring + slot * stage_words + lane;
 #pragma unroll
         for (int i = 0; i < lane_words; ++i)
-            if (stage_words % 32 == 0 || lane + 32 * i < stage_words) fetch(to + 32 * i, ahead(next_words, words_at[i]));
+            fetch(to + 32 * i, ahead(next_words, words_at[i]));
         next_words += STEP * share.tiles_pitch;
     };
     auto fetch_tokens = [&](u32 stage) {  // one warp; a stage is [in-tile][token][piece]
@@ -254,7 +251,7 @@ __device__ __forceinline__ void multiply(const Share& share, uint4* staged, u64*
         }
     }
 
-    float sums[strip][NB][4] = {};
+    float sums[STRIP][NB][4] = {};
     for (u32 stage = 0; stage < stages; ++stage) {
         fetch_wait<DEPTH - 2>();
         barrier_wait(fetched + stage % slots, stage / slots % 2);
@@ -268,16 +265,16 @@ __device__ __forceinline__ void multiply(const Share& share, uint4* staged, u64*
         fetch_commit();
         const u32* words = reinterpret_cast<const u32*>(ring + stage % DEPTH * stage_words);
         const uint4* tokens = staged + stage % slots * stage_tokens;
-#pragma unroll(NB <= 2 ? STEP : NB == 4 ? 2 : 1)
+#pragma unroll(NB <= 2 ? STEP : 2)
         for (int row = 0; row < STEP; ++row) {
             if constexpr (terms_apart<NB>) {
                 uint4 b[NB];
 #pragma unroll
                 for (int n = 0; n < NB; ++n) b[n] = tokens[(row * NB + n) * 32 + lane];
 #pragma unroll
-                for (int t = 0; t < strip; ++t) {
+                for (int t = 0; t < STRIP; ++t) {
                     u32 x[8];
-                    weight_terms<K>(words + (row * strip + t) * tile_words<K>, look, x);
+                    weight_terms<K>(words + (row * STRIP + t) * tile_words<K>, look, x);
 #pragma unroll
                     for (int n = 0; n < NB; ++n) mma(sums[t][n], x[0], x[4], x[1], x[5], b[n].x, b[n].y);
 #pragma unroll
@@ -288,9 +285,9 @@ __device__ __forceinline__ void multiply(const Share& share, uint4* staged, u64*
 #pragma unroll
                 for (int n = 0; n < NB; ++n) b[n] = reinterpret_cast<const uint2*>(tokens)[(row * NB + n) * 32 + lane];
 #pragma unroll
-                for (int t = 0; t < strip; ++t) {
+                for (int t = 0; t < STRIP; ++t) {
                     u32 x[8];
-                    weight_terms<K>(words + (row * strip + t) * tile_words<K>, look, x);
+                    weight_terms<K>(words + (row * STRIP + t) * tile_words<K>, look, x);
                     const u32 a0 = add_terms(x[0], x[1]), a1 = add_terms(x[4], x[5]);
                     const u32 a2 = add_terms(x[2], x[3]), a3 = add_terms(x[6], x[7]);
 #pragma unroll
@@ -301,7 +298,7 @@ __device__ __forceinline__ void multiply(const Share& share, uint4* staged, u64*
     }
 
     // sums[t][n]: out-channels lane/4 and lane/4 + 8 of tile t, tokens 8n + 2*(lane%4) and the next. Eight lanes write 32 bytes.
-    float* out = share.out + warp * strip * 16 + lane / 4;
+    float* out = share.out + warp * STRIP * 16 + lane / 4;
 #pragma unroll
     for (int n = 0; n < NB; ++n) {
 #pragma unroll
@@ -310,7 +307,7 @@ __device__ __forceinline__ void multiply(const Share& share, uint4* staged, u64*
             if (token < share.count) {
                 float* row = out + u64(share.to[token]) * share.out_pitch;
 #pragma unroll
-                for (int t = 0; t < strip; ++t) {
+                for (int t = 0; t < STRIP; ++t) {
                     row[t * 16] = sums[t][n][odd];
                     row[t * 16 + 8] = sums[t][n][odd + 2];
                 }

@@ -16,14 +16,17 @@ if TYPE_CHECKING:
     import torch
 
 STAGE_CHANNELS = 64  # in-channels a stage of the pipeline
-BLOCK_CHANNELS = 512  # out-channels of a block, at most
-TOKEN_BLOCKS = (1, 2, 4, 8)  # instantiations, in blocks of 8 tokens
+STRIP_CHANNELS = 64  # out-channels a warp owns
+MAX_WARPS = 4
+TOKEN_BLOCKS = (1, 2, 4)  # instantiations, in blocks of 8 tokens
 DEPTH = 2
 
-# What the choice of `splits` is made by, in stages of one block: what a block costs before its first stage is there, and
-# how much of its speed a multiprocessor reaches with one, two, three blocks on it.
-BLOCK_COST = 2.0
-SPEED = (0.6, 0.9, 1.0)
+# What the choice of `splits` is made by, in the time a multiprocessor at full speed takes for a stage of one block: what a
+# block costs besides its stages, what a round of blocks costs before its first stage is there, and the share of its speed that a
+# multiprocessor reaches with one, two, ... blocks on it.
+BLOCK_COST = 0.4
+ROUND_COST = 5.0
+SPEED = (0.3, 0.55, 0.73, 0.86, 0.94, 1.0)
 MAX_SPLITS = 32
 MIN_STAGES = 2  # a block's least share of the in-channels
 
@@ -53,19 +56,13 @@ class Cut:
 
     def shared_bytes(self, max_bits: int) -> int:
         token_bytes = STAGE_CHANNELS * (4 if self.terms_apart else 2)
-        strip_bytes = STAGE_CHANNELS * strip_channels(self.token_blocks) * max_bits // 8
+        strip_bytes = STAGE_CHANNELS * STRIP_CHANNELS * max_bits // 8
         return 2 * DEPTH * self.item_tokens * token_bytes + DEPTH * self.warps * strip_bytes
 
 
-def strip_channels(token_blocks: int) -> int:
-    """Out-channels a warp owns."""
-    return 64 if token_blocks <= 4 else 32
-
-
-def count_warps(out_side: int, token_blocks: int) -> int:
+def count_warps(out_side: int) -> int:
     """Warps a block: the largest power of two that leaves none without a strip."""
-    strip = strip_channels(token_blocks)
-    return math.gcd(out_side // strip, BLOCK_CHANNELS // strip)
+    return math.gcd(out_side // STRIP_CHANNELS, MAX_WARPS)
 
 
 def choose_token_blocks(tokens: float) -> int:
@@ -80,7 +77,7 @@ def choose_splits(in_side: int, blocks: float, processors: int) -> int:
     for splits in range(1, max(1, min(stages // MIN_STAGES, MAX_SPLITS)) + 1):
         each = math.ceil(max(1.0, blocks) * splits / processors)
         together = min(each, len(SPEED))
-        time = each * math.ceil(stages / splits) / SPEED[together - 1] + BLOCK_COST * math.ceil(each / together)
+        time = each * (math.ceil(stages / splits) + BLOCK_COST) / SPEED[together - 1] + ROUND_COST * math.ceil(each / len(SPEED))
         best = min(best, (time, splits))
     return best[1]
 
@@ -95,8 +92,8 @@ def choose_group(tasks: int, parts: int, processors: int) -> int:
 
 def cut_product(in_side: int, out_side: int, *, items: float, token_blocks: int, matrices: int, processors: int) -> Cut:
     """The launch of `matrices` products of one shape, each met by `items` blocks of tokens."""
-    warps = count_warps(out_side, token_blocks)
-    column_blocks = out_side // (warps * strip_channels(token_blocks))
+    warps = count_warps(out_side)
+    column_blocks = out_side // (warps * STRIP_CHANNELS)
     splits = choose_splits(in_side, items * matrices * column_blocks, processors)
     return Cut(token_blocks=token_blocks, warps=warps, splits=splits, column_blocks=column_blocks * matrices)
 

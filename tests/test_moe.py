@@ -17,7 +17,7 @@ from r7convert import codec
 from r7convert.errors import FormatError, UnsupportedError, UsageError
 from r7convert.linear import linear_forward
 from r7convert.moe import MAX_TOPK, check_slabs, load_experts, moe_forward, moe_reference, moe_scratch_bytes
-from r7convert.product import BLOCK_CHANNELS, TOKEN_BLOCKS, choose_group, choose_splits, choose_token_blocks, cut_product, strip_channels
+from r7convert.product import STRIP_CHANNELS, TOKEN_BLOCKS, choose_group, choose_splits, choose_token_blocks, cut_product
 from r7convert.slabs import Slabs
 from tests.random_slabs import random_bits, random_call, random_slabs, relative_l2
 
@@ -237,12 +237,11 @@ class TestCut:
     def test_every_strip_has_a_warp_and_every_warp_a_strip(self, side: int) -> None:
         for blocks in TOKEN_BLOCKS:
             cut = cut_product(512, side, items=3.0, token_blocks=blocks, matrices=1, processors=132)
-            assert cut.column_blocks * cut.warps * strip_channels(blocks) == side
-            assert cut.warps in (2, 4, 8, 16)  # the kernel takes a power of two
-            assert cut.warps * strip_channels(blocks) <= BLOCK_CHANNELS
+            assert cut.column_blocks * cut.warps * STRIP_CHANNELS == side
+            assert cut.warps in (2, 4)  # the kernel takes a power of two
 
     def test_token_blocks_follow_the_mean(self) -> None:
-        assert [choose_token_blocks(n) for n in (0.1, 5, 10, 20, 40, 1000)] == [1, 1, 2, 4, 8, 8]
+        assert [choose_token_blocks(n) for n in (0.1, 5, 10, 20, 40, 1000)] == [1, 1, 2, 4, 4, 4]
 
     @pytest.mark.parametrize("bits", [3, 4, 5, 6])
     def test_a_block_fits_the_smallest_card(self, bits: int) -> None:

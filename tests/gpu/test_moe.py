@@ -69,13 +69,13 @@ def test_matches_the_truth(name: str) -> None:
 
 
 def test_every_block_of_tokens_was_used() -> None:
-    """The grid above reaches all four instantiations."""
+    """The grid above reaches every instantiation."""
     seen = set()
     for name in LAYERS:
         slabs = layer(name).slabs
         for batch, topk in CALLS:
             seen.add(moe._plan(load_experts(slabs, DEVICE), batch, topk).gate_up.token_blocks)
-    assert seen == {1, 2, 4, 8}
+    assert seen == {1, 2, 4}
 
 
 @pytest.mark.parametrize("batch", [2048, 2049, 4096])
