@@ -30,13 +30,11 @@ __global__ void __launch_bounds__(32 * MAX_WARPS, blocks_a_processor<NB>) linear
     const uint4* __restrict__ first, const uint4* __restrict__ second, i64 bits, const __half* __restrict__ rotated, i64 tokens,
     i64 in_side, i64 out_side, float* __restrict__ out) {
     extern __shared__ uint4 staged[];
-    __shared__ u64 fetched[token_slots<DEPTH>];
     __shared__ u32 rows[8 * NB];
     const i64 first_token = blockIdx.x * i64(8 * NB);
     const int warps = int(blockDim.x) / 32, width = warps * STRIP, row_tiles = int(out_side / 16), column_blocks = row_tiles / width;
     const int matrix = blockIdx.y / column_blocks, first_tile = blockIdx.y % column_blocks * width;
     for (int i = threadIdx.x; i < 8 * NB; i += blockDim.x) rows[i] = i;
-    if (threadIdx.x < token_slots<DEPTH>) barrier_init(fetched + threadIdx.x, 32 + warps);
     __syncthreads();
     const int steps = int(in_side / (16 * STEP));
     const int begin = steps * int(blockIdx.z) / int(gridDim.z) * STEP, end = steps * int(blockIdx.z + 1) / int(gridDim.z) * STEP;
@@ -54,7 +52,7 @@ __global__ void __launch_bounds__(32 * MAX_WARPS, blocks_a_processor<NB>) linear
         rows,
         rows,
     };
-    multiply<NB, DEPTH>(int(bits), share, staged, fetched);
+    multiply<NB, DEPTH>(int(bits), share, staged);
 }
 
 // Sums the splits, rotates, scales, rounds once. One warp, one token, 128 channels; a row of out is the first matrix's

@@ -137,11 +137,9 @@ __global__ void __launch_bounds__(32 * MAX_WARPS, blocks_a_processor<NB>) moe_pr
     const uint4* __restrict__ tier2, i64 tier_bits, i64 first_n, const __half* __restrict__ first_in,
     const __half* __restrict__ second_in, i64 pairs_a_row, i64 in_side, i64 out_side, i64 pairs, float* __restrict__ out) {
     extern __shared__ uint4 staged[];
-    __shared__ u64 fetched[token_slots<DEPTH>];
     __shared__ u32 from[8 * NB], to[8 * NB], found;
     const Ids ids{topk_ids, ids_wide, experts};
     const int warps = int(blockDim.x) / 32;
-    if (threadIdx.x < token_slots<DEPTH>) barrier_init(fetched + threadIdx.x, 32 + warps);
     int4 item = make_int4(-1, 0, 0, 0);
     if (items) {
         item = items[blockIdx.x];
@@ -187,7 +185,7 @@ __global__ void __launch_bounds__(32 * MAX_WARPS, blocks_a_processor<NB>) moe_pr
         from,
         to,
     };
-    multiply<NB, DEPTH>(bits, share, staged, fetched);
+    multiply<NB, DEPTH>(bits, share, staged);
 }
 
 constexpr int SMALL_WARPS = 8;  // of a block of the two kernels below

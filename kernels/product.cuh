@@ -4,17 +4,16 @@
 // because few tokens meet an expert: a tile is one A fragment and nothing is padded from 8 to 16. A warp owns a strip of tiles of
 // out-channels and walks down the in-channels, STEP tiles a stage; a block is several such warps side by side over up to 8*NB tokens.
 //
-// Everything comes by cp.async, DEPTH stages deep. A warp fetches its own trellis words and waits for nobody. Tokens are shared:
-// the warps take turns in fetching them, and an mbarrier a slot says that they are there and that every warp has come so far that
-// the slot is free again; warps may be DEPTH - 1 stages apart. (With __syncthreads every stage, 8% of the time was lost there.)
+// Everything comes by cp.async, DEPTH stages deep, one barrier a stage. (Warps that fetched for themselves and met at mbarriers for the
+// tokens alone ran into fewer barrier stalls and were no faster.)
 //
-// Bound: instructions. mcg needs, for each weight, its state cut out of the stream, a multiplication and a logic
-// operation: 32 (K4) or 37 (K3) instructions a tile and lane-wide warp, all else included, of which half on the integer ALU
-// and half on the multiplier. Three turns brought that down from 43 + 12 for packing:
+// Bound: instructions. mcg needs, for each weight, its state cut out of the stream, a multiplication and a logic operation: 32 (K4) or
+// 37 (K3) instructions a tile and warp, 36 and 41 with the pipeline, in balance between the integer ALU and the multiplier.
+// Three turns brought the 32 and 37 down from 43 and more for packing:
 //  - A weight is the sum of two fp16 terms (mcg). With few tokens the terms stay apart: a 32-bit product of the codebook
 //    already is a pair of fp16, so it goes to the tensor core as two neighbouring k with the activation repeated. That
 //    costs one more mma a tile and saves the addition and the packing; it also skips the rounding of the sum to fp16
-//    (2e-4 of the weight). From 32 tokens a block on the tensor core is no longer idle: there terms are added and packed.
+//    (2e-4 of the weight). With 32 tokens a block the tensor core is no longer idle: there terms are added and packed.
 //  - Cutting a state out is a multiplication by a power of two (the multiplier) and a shift down (the ALU), not a shift and
 //    a mask (both ALU).
 //  - At K = 4 a 32-bit cut holds two states, 16 bits apart. Multiplied whole, its low half is right for the lower state and
@@ -25,17 +24,12 @@
 
 namespace r7 {
 
-constexpr int STEP = 4;  // tiles of in-channels a stage
-
+constexpr int STEP = 4;   // tiles of in-channels a stage
 constexpr int STRIP = 4;  // tiles of out-channels a warp owns
-constexpr int MAX_WARPS = 4;
-template <int NB>
-constexpr int blocks_a_processor = NB == 1 ? 6 : 4;
+constexpr int MAX_WARPS = 8;
 
-// Slots of tokens: DEPTH - 1 ahead of a warp, which may be DEPTH - 1 ahead of another, which reads one. DEPTH is a power of two, and so
-// is this, so that a slot is a few bits of the stage.
-template <int DEPTH>
-constexpr int token_slots = 2 * DEPTH;
+template <int NB>
+constexpr int blocks_a_processor = NB == 1 ? 3 : 2;  // of MAX_WARPS
 
 // Terms apart (true) or added and rounded to fp16 (false), by blocks of 8 tokens.
 template <int NB>
@@ -149,35 +143,6 @@ __device__ __forceinline__ void fetch_wait() {
     asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
 }
 
-// An mbarrier in shared memory.
-__device__ __forceinline__ void barrier_init(u64* barrier, int arrivals) {
-    asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(u32(__cvta_generic_to_shared(barrier))), "r"(arrivals) : "memory");
-}
-
-__device__ __forceinline__ void barrier_arrive(u64* barrier) {
-    asm volatile("{ .reg .b64 t; mbarrier.arrive.shared.b64 t, [%0]; }" ::"r"(u32(__cvta_generic_to_shared(barrier))) : "memory");
-}
-
-// Arrives when everything the thread has fetched so far is there.
-__device__ __forceinline__ void barrier_arrive_fetched(u64* barrier) {
-    asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(u32(__cvta_generic_to_shared(barrier))) : "memory");
-}
-
-__device__ __forceinline__ void barrier_wait(u64* barrier, u32 parity) {
-    const u32 address = u32(__cvta_generic_to_shared(barrier));
-    u32 done;
-    do {
-#if __CUDA_ARCH__ >= 900
-        asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
-#else
-        asm volatile("{ .reg .pred p; mbarrier.test_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
-#endif
-                     : "=r"(done)
-                     : "r"(address), "r"(parity)
-                     : "memory");
-    } while (!done);
-}
-
 // One block's share of a product: all of its warps' strips, over `k_tiles` tiles of in-channels.
 struct Share {
     const uint4* tiles;   // the block's first tile; the others of the row follow, 2K pieces each
@@ -192,79 +157,70 @@ struct Share {
     const u32* to;        // and its row of `out`
 };
 
-// Dynamic shared memory: token_slots * STEP * 8*NB * token_pieces pieces of 16 bytes, then for each warp DEPTH * STEP * STRIP * 2K.
-// `fetched` is token_slots barriers of 32 + warps arrivals. All threads call it, after a barrier behind `from`, `to` and `fetched`;
-// the words of the first stages are under way before wait_for_inputs(), everything else waits for it.
+// Dynamic shared memory: DEPTH * (STEP * 8*NB * token_pieces + warps * STEP * STRIP * 2K) pieces of 16 bytes. All threads call it,
+// after a barrier behind `from` and `to`; the words of the first stages are under way before wait_for_inputs(), everything else
+// waits for it.
 template <int K, int NB, int DEPTH>
-__device__ __forceinline__ void multiply(const Share& share, uint4* staged, u64* fetched) {
-    constexpr int pieces = token_pieces<NB>, slots = token_slots<DEPTH>;
+__device__ __forceinline__ void multiply(const Share& share, uint4* staged) {
+    constexpr int pieces = token_pieces<NB>;
     constexpr int stage_tokens = STEP * 8 * NB * pieces;  // 16-byte pieces of a stage: of activations,
     constexpr int stage_words = STEP * STRIP * 2 * K;     // and of one warp's trellis words
     constexpr int row_words = STRIP * 2 * K;
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;  // a power of two
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const Look<K> look(lane, u32(share.k_tiles) >> 31);
     const u32 stages = u32(share.k_tiles) / STEP;
-    uint4* ring = staged + slots * stage_tokens + warp * (DEPTH * stage_words);
+    uint4* ring = staged + DEPTH * stage_tokens + warp * (DEPTH * stage_words);
 
     // A stage of a strip is STEP rows of pieces; the lane's pieces are at fixed places in it.
-    constexpr int lane_words = stage_words / 32;
     const uint4* next_words = share.tiles + warp * row_words;
-    u32 words_at[lane_words];
+    u32 words_at[stage_words / 32];
 #pragma unroll
-    for (int i = 0; i < lane_words; ++i) {
+    for (int i = 0; i < stage_words / 32; ++i) {
         const int piece = lane + 32 * i;
         words_at[i] = piece / row_words * u32(share.tiles_pitch) + piece % row_words;
     }
+    // A stage of activations is [in-tile][token][piece]. A thread's pieces are of one token: blocks have 64, 128 or 256
+    // threads, and 8 * NB * pieces is 32 or 64.
+    const int token = threadIdx.x / pieces % (8 * NB);
+    const bool valid = token < share.count;
+    const uint4* next_tokens = share.tokens + u64(share.from[valid ? token : 0]) * share.tokens_pitch +
+                               threadIdx.x / (8 * NB * pieces) * pieces + threadIdx.x % pieces;
 
-    auto fetch_words = [&](int slot) {  // of the next stage
+    auto fetch_words = [&](u32 slot) {  // of the next stage
         uint4* to = ring + slot * stage_words + lane;
 #pragma unroll
-        for (int i = 0; i < lane_words; ++i)
-            fetch(to + 32 * i, ahead(next_words, words_at[i]));
+        for (int i = 0; i < stage_words / 32; ++i) fetch(to + 32 * i, ahead(next_words, words_at[i]));
         next_words += STEP * share.tiles_pitch;
     };
-    auto fetch_tokens = [&](u32 stage) {  // one warp; a stage is [in-tile][token][piece]
-        constexpr int rows = 32 / pieces;  // tokens at once
-        uint4* to = staged + stage % slots * stage_tokens + lane;
-#pragma unroll
-        for (int part = 0; part < 8 * NB / rows; ++part) {
-            const int row = part * rows + lane / pieces;
-            const bool valid = row < share.count;
-            const uint4* from = share.tokens + u64(share.from[valid ? row : 0]) * share.tokens_pitch + stage * STEP * pieces + lane % pieces;
-#pragma unroll
-            for (int k_tile = 0; k_tile < STEP; ++k_tile) fetch(to + (k_tile * 8 * NB + part * rows) * pieces, from + k_tile * pieces, valid);
-        }
-        barrier_arrive_fetched(fetched + stage % slots);
+    auto fetch_tokens = [&](u32 slot) {
+        const uint4* from = next_tokens;
+        for (int piece = threadIdx.x; piece < stage_tokens; piece += blockDim.x, from += blockDim.x / (8 * NB))
+            fetch(staged + slot * stage_tokens + piece, from, valid);
+        next_tokens += STEP * pieces;
     };
 
 #pragma unroll
-    for (u32 stage = 0; stage < DEPTH - 1; ++stage) {
+    for (u32 stage = 0; stage < DEPTH - 1; ++stage)
         if (stage < stages) fetch_words(stage);
-        fetch_commit();
-    }
     wait_for_inputs();
 #pragma unroll
     for (u32 stage = 0; stage < DEPTH - 1; ++stage) {
-        if (stage < stages) {
-            if (lane == 0) barrier_arrive(fetched + stage);
-            if (warp == (stage & (warps - 1))) fetch_tokens(stage);
-        }
+        if (stage < stages) fetch_tokens(stage);
+        fetch_commit();
     }
 
     float sums[STRIP][NB][4] = {};
     for (u32 stage = 0; stage < stages; ++stage) {
         fetch_wait<DEPTH - 2>();
-        barrier_wait(fetched + stage % slots, stage / slots % 2);
-        __syncwarp();  // every lane's words are here, and no lane still reads those of the stage before
+        __syncthreads();  // the stage is here for all, and nobody still reads the one before
         const u32 next = stage + DEPTH - 1;
         if (next < stages) {
             fetch_words(next % DEPTH);
-            if (lane == 0) barrier_arrive(fetched + next % slots);
-            if (warp == (next & (warps - 1))) fetch_tokens(next);
+            fetch_tokens(next % DEPTH);
         }
         fetch_commit();
         const u32* words = reinterpret_cast<const u32*>(ring + stage % DEPTH * stage_words);
-        const uint4* tokens = staged + stage % slots * stage_tokens;
+        const uint4* tokens = staged + stage % DEPTH * stage_tokens;
 #pragma unroll(NB <= 2 ? STEP : 2)
         for (int row = 0; row < STEP; ++row) {
             if constexpr (terms_apart<NB>) {
@@ -318,12 +274,12 @@ __device__ __forceinline__ void multiply(const Share& share, uint4* staged, u64*
 
 // The same, K being known at run time; K is one for the whole block.
 template <int NB, int DEPTH>
-__device__ __forceinline__ void multiply(int bits, const Share& share, uint4* staged, u64* fetched) {
+__device__ __forceinline__ void multiply(int bits, const Share& share, uint4* staged) {
     switch (bits) {
-        case 3: return multiply<3, NB, DEPTH>(share, staged, fetched);
-        case 4: return multiply<4, NB, DEPTH>(share, staged, fetched);
-        case 5: return multiply<5, NB, DEPTH>(share, staged, fetched);
-        case 6: return multiply<6, NB, DEPTH>(share, staged, fetched);
+        case 3: return multiply<3, NB, DEPTH>(share, staged);
+        case 4: return multiply<4, NB, DEPTH>(share, staged);
+        case 5: return multiply<5, NB, DEPTH>(share, staged);
+        case 6: return multiply<6, NB, DEPTH>(share, staged);
     }
 }
 
