@@ -71,8 +71,7 @@ def check_slabs(slabs: Slabs) -> None:
     where = f"layer {slabs.layer} rank {slabs.rank}"
     if not 1 <= len(slabs.tiers) <= 3 or not all(3 <= k <= 6 for k in slabs.tiers):
         raise UnsupportedError(complain(where, "tiers", expected="one to three K of 3..6", found=[*slabs.tiers]))
-    if slabs.descriptors is None:
-        raise UnsupportedError(complain(where, "tiers", expected="at most 256 matrices of one projection in a tier", found="more"))
+    _descriptors(slabs)
     sides = {"hidden": slabs.hidden, "inner": slabs.inner}
     for name, side in sides.items():
         if side <= 0 or side % BLOCK:
@@ -92,10 +91,10 @@ def check_slabs(slabs: Slabs) -> None:
     for name in ("gate_suh", "up_suh", "down_svh"):
         expect(name, getattr(slabs, name), torch.float16, (1, hidden), (experts, hidden))
     expect("up_suh", slabs.up_suh, torch.float16, tuple(slabs.gate_suh.shape))
-    expect("descriptors", slabs.descriptors, torch.int32, (3 * slabs.stride,))
+    expect("descriptors", _descriptors(slabs), torch.int32, (3 * slabs.stride,))
     wrong.check(FormatError)
 
-    for projection, counts, row in zip(PROJECTIONS, (slabs.gate_n, slabs.up_n, slabs.down_n), slabs.descriptors.view(3, -1), strict=True):
+    for projection, counts, row in zip(PROJECTIONS, (slabs.gate_n, slabs.up_n, slabs.down_n), _descriptors(slabs).view(3, -1), strict=True):
         for expert, descriptor in enumerate(row[:experts].tolist()):
             tier, index = descriptor >> 8, descriptor & 255
             if descriptor < 0 or tier >= len(counts) or index >= counts[tier]:
@@ -104,18 +103,25 @@ def check_slabs(slabs: Slabs) -> None:
     wrong.check(FormatError)
 
 
+def _descriptors(slabs: Slabs) -> Tensor:
+    if slabs.descriptors is None:
+        where = f"layer {slabs.layer} rank {slabs.rank}"
+        raise UnsupportedError(complain(where, "tiers", expected="at most 256 matrices of one projection in a tier", found="more"))
+    return slabs.descriptors
+
+
 # ---------------------------------------------------------------- the truth
 
 
 def expert_matrices(slabs: Slabs, expert: int) -> tuple[Matrix, Matrix, Matrix]:
     """Gate, up and down of one expert as the slabs have them: what the kernel multiplies by.
 
+    Raises:  UnsupportedError for slabs without descriptors.
     Source:  FORMAT.md section 5.
     """
-    assert slabs.descriptors is not None
     found = []
     for row in range(3):
-        descriptor = int(slabs.descriptors[row * slabs.stride + expert])
+        descriptor = int(_descriptors(slabs)[row * slabs.stride + expert])
         tier, index = descriptor >> 8, descriptor & 255
         plane = (slabs.w13, slabs.w13, slabs.w2)[row][tier][index + (slabs.gate_n[tier] if row == 1 else 0)]
         found.append((plane, slabs.tiers[tier]))
@@ -300,10 +306,15 @@ def _launch(x: Tensor, topk_ids: Tensor, topk_weights: Tensor, experts: Experts,
         run(door, -(-warps // 8), 256, *arguments, first=first)
 
     def multiply(cut: Cut, row: int, tiers: tuple[Tensor, ...], sources: tuple[int, ...], sides: tuple[int, int], to: int) -> None:
-        assert slabs.descriptors is not None
         items = (at["items"], at["order"]) if routed else (0, 0)
         planes = ([tier.data_ptr() for tier in tiers] + [0, 0])[:3]
-        tables = (slabs.descriptors.data_ptr() + 4 * row * slabs.stride, slabs.stride, *planes, _packed(slabs.tiers), _packed(slabs.gate_n))
+        tables = (
+            _descriptors(slabs).data_ptr() + 4 * row * slabs.stride,
+            slabs.stride,
+            *planes,
+            _packed(slabs.tiers),
+            _packed(slabs.gate_n),
+        )
         grid = (plan.max_items, cut.column_blocks, cut.splits)
         shared = cut.shared_bytes(max(slabs.tiers))
         run(f"moe_product{cut.instance}", grid, 32 * cut.warps, *ids, *items, *tables, *sources, *sides, pairs, to, shared_bytes=shared)

@@ -169,6 +169,11 @@ class TestChecks:
         with pytest.raises(UnsupportedError, match=message):
             check_slabs(replace(slabs, **change(slabs)))
 
+    def test_no_descriptors_no_reference(self) -> None:
+        slabs, _ = make()
+        with pytest.raises(UnsupportedError, match="256 matrices"):
+            moe_reference(*random_call(2, 1, slabs), replace(slabs, descriptors=None))
+
     @pytest.mark.parametrize(
         ("change", "message"),
         [
