@@ -1,6 +1,6 @@
 # r7convert: every job has a target; plain `make` lists them.
 .DEFAULT_GOAL := help
-.PHONY: help demo test check fmt kernels test-gpu bench bench-codec bench-reencode docs wheel clean
+.PHONY: help demo test check fmt kernels test-gpu bench bench-codec bench-moe bench-reencode docs wheel clean
 
 PYTHON ?= python3
 VENV   ?= .venv
@@ -50,6 +50,9 @@ bench-codec:  ## search, encode and decode on this machine's GPU, beside exllama
 
 bench-reencode:  ## one layer of GLM-5.2's size lifted to one K an expert, one shared expert encoded, on this machine's GPU
 	$(PYTHON) -m tests.gpu.bench_reencode
+
+bench-moe:  ## the fused routed experts on this machine's GPU, each checked before it is timed
+	$(PYTHON) -m tests.gpu.bench_moe
 
 docs: $(VENV)/.ready  ## regenerate docs/cli.md from --help
 	$(PY) -m tests.make_docs
