@@ -16,6 +16,7 @@ from r7convert.journal import MANIFEST, read_journal, read_manifest
 from r7convert.repack import repack
 from r7convert.store import hash_file
 from r7convert.team import Team
+from r7convert.verify import verify
 from tests.folders import sample
 
 SMALL = {"hidden": 128, "intermediate": 256, "experts": 2, "layers": 6, "tail_tp": 2, "split": True}
@@ -87,9 +88,7 @@ def test_two_ranks_judge_what_one_would(alone: Path, tmp_path: Path) -> None:
     ran = torchrun("-m", "r7convert", "verify", tmp_path / "o", "--source", alone / "source", "--tp", 2)
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout.count(": ok for target") == 1
-    assert subprocess.run(
-        [sys.executable, "-m", "r7convert", "verify", alone / "encoded", "--source", alone / "source", "--tp", "2", "-q"], check=True
-    )
+    assert verify(alone / "encoded", source=alone / "source", tp=2).ok
     assert (tmp_path / "o" / "VERDICT.json").read_bytes() == (alone / "encoded" / "VERDICT.json").read_bytes()
     (tmp_path / "o" / MANIFEST).write_bytes((tmp_path / "o" / MANIFEST).read_bytes().replace(b'"tp": 2', b'"tp": 1'))
     assert torchrun("-m", "r7convert", "verify", tmp_path / "o", "--source", alone / "source").returncode != 0
