@@ -250,6 +250,11 @@ def _check_r7(case: Case) -> None:
         part.check("tensor_storage: not empty where there is no tail", "blocks").fail(
             "config.json: quantization_config", "tensor_storage", expected="records: these readers need some without a tail", found="none"
         )
+    told = part.check("r7_routed_experts is whole and strict", "blocks")
+    if tail is None:
+        told.note("with no tail R7-aware readers need eager mode")
+    elif tail.tp != 1 or tail.bits is None:
+        told.note(f"some R7-aware releases apply the tail's tp {tail.tp} to every layer, and a mixed tail breaks them")
     stated = config_rules.check_tier_map(case.folder, tail, part) if tail else {}
     whole = [layer.layer for layer in _layers(case) if not layer.ranks]
     for block, layers in ((r7, whole), (tail, [layer for layer in found if layer not in whole])):

@@ -15,6 +15,7 @@ Layout = Literal["per_expert_v1", "shared_h_v1", "r7_shared", "per_expert"]
 DTYPES = {"trellis": "I16", "suh": "F16", "svh": "F16", "mcg": "I32"}
 STOCK_K = frozenset({3, 4, 5, 6})
 MOST_STOCK_K = 2
+QUALIFIED_K = frozenset({3, 4})
 
 
 def check_layer(layer: LayerExperts, part: Part, *, geometry: Geometry, tp: int | None, layout: Layout, roots: Collection[str]) -> None:
@@ -100,6 +101,8 @@ def check_stock_k(layer: LayerExperts, stated: Sequence[int] | None, part: Part)
         mapped.expect(set(ks) == {said}, where, "K", expected=f"{ks[0]}, as the payload has it", found=said)
     good = 1 <= len(found) <= MOST_STOCK_K and found <= STOCK_K
     layer_k.expect(good, f"layer {layer.layer}", "distinct K", expected="one or two out of 3..6", found=sorted(found))
+    if good and not found <= QUALIFIED_K and not layer_k.notes:
+        layer_k.note(f"layer {layer.layer} has K {sorted(found)}: stock code takes it, its authors qualified pairs of 3 and 4 alone")
 
 
 def check_free_k(layer: LayerExperts, allowed: Collection[int], part: Part) -> None:

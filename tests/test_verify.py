@@ -175,6 +175,24 @@ def test_an_r14_reader_does_not_take_shared_vectors(make: Callable[[str], Made])
     verify(make("rank-sliced per_expert_v1").output, reader="r28").check()
 
 
+def test_what_readers_take_but_a_publisher_should_know_is_noted(make: Callable[[str], Made], tmp_path: Path) -> None:
+    def notes(name: str) -> str:
+        folder = tamper.copy_output(make(name).output, tmp_path / name.replace(" ", "-"))
+        verdict = verify(folder)
+        verdict.check()
+        return "\n".join(note for part in verdict.parts for check in part.checks.values() for note in check.notes)
+
+    assert "apply the tail's tp 2 to every layer" in notes("r7")
+    assert "this output needs r28 or later" in notes("rank-sliced shared_h_v1")
+    assert "r28" not in notes("rank-sliced per_expert_v1")
+    tamper_k = tmp_path / "k"
+    write_sample(tamper_k / "source", **SMALLEST, mode="uniform", k_values=(4, 5))
+    repack(tamper_k / "source", tamper_k / "output", target="rank-sliced", tp=1)
+    verdict = verify(tamper_k / "output")
+    verdict.check()
+    assert any("K [4, 5]" in note for note in verdict.parts[1].checks["K: one or two in a layer, each in 3..6"].notes)
+
+
 def test_another_source_than_the_output_came_from(make: Callable[[str], Made], tmp_path: Path) -> None:
     sample, _ = OUTPUTS["slabs"]
     write_sample(tmp_path / "other", **SMALLEST, **sample, seed=1)
