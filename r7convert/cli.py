@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
+import threading
 from collections.abc import Callable
 from typing import Annotated, NoReturn
 
@@ -54,11 +56,20 @@ def run() -> NoReturn:
         app(prog_name="r7convert")
     except SystemExit as leaving:
         if leaving.code == EXIT_INTERRUPTED:  # Typer's own answer to Ctrl-C
-            report_error(KeyboardInterrupt())
+            _leave(report_error(KeyboardInterrupt()))
         raise
     except BaseException as error:
-        sys.exit(report_error(error))
+        _leave(report_error(error))
     sys.exit(0)
+
+
+def _leave(code: int) -> NoReturn:
+    """End a failed run at once: a thread that waits for a stalled server would hold the process for minutes."""
+    if any(not thread.daemon for thread in threading.enumerate() if thread is not threading.main_thread()):
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
 
 
 def _interrupt(*_: object) -> NoReturn:

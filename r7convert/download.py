@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Collection, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed, wait
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path, PurePosixPath
@@ -19,7 +19,7 @@ from r7convert.address import RECEIPT, Repo
 from r7convert.checkpoint import INDEX
 from r7convert.errors import FormatError, InputError, NetworkError, Offences, UsageError, complain
 from r7convert.format import layer_of
-from r7convert.hub import LIBRARY, HubFile, Snapshot, patiently, read_snapshot, read_whole, speaking, transfer_bar
+from r7convert.hub import LIBRARY, HubFile, Snapshot, Stop, patiently, read_snapshot, read_whole, speaking, transfer_bar
 from r7convert.journal import Journal, locked, read_journal
 from r7convert.progress import Progress
 from r7convert.store import FileRecord, check_free_space, check_not_pointer, check_plain_name, read_json, strict_json, write_json
@@ -28,6 +28,7 @@ Json = Any
 
 MAX_INDEX_BYTES = 1 << 28
 WORKERS = 4
+GRACE_S = 2.0
 # Other weights and pictures: nothing that a conversion reads or carries.
 OTHER_WEIGHTS = frozenset({".bin", ".pt", ".pth", ".ckpt", ".gguf", ".onnx", ".h5", ".msgpack", ".npz", ".npy", ".parquet"})
 PICTURES = frozenset({".png", ".jpg", ".jpeg", ".gif", ".webp", ".svg", ".mp4", ".pdf"})
@@ -198,37 +199,44 @@ def _check_ours(folder: Path, todo: Sequence[HubFile], known: Mapping[str, FileR
 def _fetch_all(snapshot: Snapshot, todo: Sequence[HubFile], folder: Path, journal: Journal, progress: Progress) -> None:
     """Small files first, so that a wrong repository is seen before the long transfers."""
     stop = threading.Event()
-    bar = transfer_bar(progress.advance, stop)
     progress.start(sum(file.size for file in todo), snapshot.repo)
-    with ThreadPoolExecutor(WORKERS) as pool:
-        futures: dict[Future[FileRecord], str] = {}
-        try:
-            for file in sorted(todo, key=lambda f: f.size):
-                futures[pool.submit(fetch_file, snapshot, file, folder, bar)] = file.name
-            for future in as_completed(futures):
+    pool = ThreadPoolExecutor(WORKERS)
+    futures: dict[Future[FileRecord], str] = {}
+    try:
+        for file in sorted(todo, key=lambda f: f.size):
+            futures[pool.submit(fetch_file, snapshot, file, folder, progress.advance, stop)] = file.name
+        for future in as_completed(futures):
+            journal.record(futures[future], future.result())
+    except BaseException:
+        stop.set()
+        pool.shutdown(wait=False, cancel_futures=True)
+        ended, _ = wait(futures, timeout=GRACE_S)  # no longer: a stalled server would hold an interrupted run for minutes
+        for future in ended:  # what was whole at that moment need not come again
+            if not future.cancelled() and future.exception() is None and futures[future] not in journal.done:
                 journal.record(futures[future], future.result())
-        except BaseException:
-            stop.set()
-            pool.shutdown(wait=True, cancel_futures=True)
-            for future, name in futures.items():  # what was whole at that moment need not come again
-                if not future.cancelled() and future.exception() is None and name not in journal.done:
-                    journal.record(name, future.result())
-            raise
+        raise
+    pool.shutdown()
     progress.finish()
 
 
-def fetch_file(snapshot: Snapshot, file: HubFile, folder: Path, bar: type) -> FileRecord:
+def fetch_file(snapshot: Snapshot, file: HubFile, folder: Path, advance: Callable[[int], None], stop: threading.Event) -> FileRecord:
     """One file into `folder`, proven. Bytes that differ from the listing are thrown away and fetched once more.
 
-    Raises:  NetworkError, FormatError (a pointer), ResourceError; whatever `bar` raises to end the transfer.
+    Raises:  NetworkError, FormatError (a pointer), ResourceError; Stop once `stop` is set.
     """
     from huggingface_hub import hf_hub_download
 
-    where = f"{snapshot.repo}: {file.name}"
+    where, bar = f"{snapshot.repo}: {file.name}", transfer_bar(advance, stop)
     get = partial(hf_hub_download, snapshot.repo, file.name, revision=snapshot.commit, local_dir=folder, tqdm_class=bar, **LIBRARY)
+
+    def attempt(again: bool) -> None:
+        if stop.is_set():
+            raise Stop
+        get(force_download=again)
+
     for again in (False, True):
         with speaking(where):
-            patiently(partial(get, force_download=again))
+            patiently(partial(attempt, again))
         path = folder / file.name
         try:
             sha256 = file.check(path, where)

@@ -14,9 +14,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from r7convert.download import fetch_file
+from r7convert.download import GRACE_S, fetch_file
 from r7convert.errors import ResourceError, complain
-from r7convert.hub import Snapshot, Stop, transfer_bar
+from r7convert.hub import Snapshot, Stop
 from r7convert.source import Step
 from r7convert.store import check_free_space
 
@@ -53,7 +53,7 @@ class Fetcher:
     def __exit__(self, *_: object) -> None:
         self.abandon()
         if self._thread.is_alive():
-            self._thread.join()
+            self._thread.join(GRACE_S)  # a stalled transfer ends by itself
         shutil.rmtree(self.folder, ignore_errors=True)
 
     # ---- Payload ----
@@ -116,7 +116,6 @@ class Fetcher:
         return sum(step.outputs.values()) if self._count_outputs else 0
 
     def _fetch_ahead(self) -> None:
-        bar = transfer_bar(lambda _: None, self._stop)
         try:
             for at, step in enumerate(self._steps):
                 self._make_room(at, self._outputs(step))
@@ -126,7 +125,7 @@ class Fetcher:
                     if name in self._here:
                         continue
                     self._make_room(at, self.snapshot.files[name].size)
-                    fetch_file(self.snapshot, self.snapshot.files[name], self.folder, bar)
+                    fetch_file(self.snapshot, self.snapshot.files[name], self.folder, lambda _: None, self._stop)
                     with self._changed:
                         self._here[name] = 0
                         self._changed.notify_all()

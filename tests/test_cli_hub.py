@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -149,6 +150,22 @@ def test_a_download_that_is_stopped_is_finished_by_the_next(server: HubServer, f
     assert bytes_of(tmp_path / "out") == whole
     assert not list((tmp_path / "out").rglob("*.incomplete"))
     assert not list((tmp_path / "out").rglob("journal.jsonl"))
+
+
+@pytest.mark.parametrize("words", [["download", REPO, "out"], ["repack", REPO, "out", "--target", "exl3", "--stream"]])
+def test_ctrl_c_does_not_wait_for_a_stalled_server(server: HubServer, folder: Path, tmp_path: Path, words: list[str]) -> None:
+    files = {p.name: p.read_bytes() for p in folder.iterdir() if p.name not in ("MANIFEST.json", "VERDICT.json")}
+    server.add_repo(REPO, files)
+    reached = threading.Event()
+    server.faults.append(Fault("GET /cdn/", ranged=False, times=100, call=reached.set, seconds=60))
+    child = start(server, tmp_path, *words)
+    assert reached.wait(30)
+    child.send_signal(signal.SIGINT)
+    began = time.monotonic()
+    _, talk = child.communicate(timeout=60)
+    assert child.returncode == 130, talk
+    assert time.monotonic() - began < 8
+    assert "interrupted" in talk
 
 
 def test_push_prints_the_commit_and_nothing_private(server: HubServer, folder: Path, tmp_path: Path) -> None:
