@@ -33,7 +33,7 @@ __all__ = ["Outlet", "Repacked", "choose_plan", "execute", "repack"]
 
 Json = Any
 
-DEFAULT_THREADS = 4
+MOST_THREADS = 8
 
 
 def repack(
@@ -194,4 +194,4 @@ def _recoder(plan: Plan, device: str, reference: Checkpoint | None, team: Team) 
 
 def _threads(recoder: Recoder | None) -> int:
     """Two layers at a time for every device that encodes: one reads and writes while the other computes."""
-    return max(min(DEFAULT_THREADS, os.cpu_count() or 1), 2 * recoder.devices if recoder is not None else 0)
+    return max(min(MOST_THREADS, 2 * (os.cpu_count() or 1)), 2 * recoder.devices if recoder is not None else 0)

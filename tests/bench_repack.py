@@ -1,6 +1,6 @@
 """Repacking against `cp -r` and `sync`, paired in one run; memory over size; headers at full scale; slabs opened against built.
 
-    python -m tests.bench_repack [--pairs 5] [--gb 8] [--work DIR] [--only copy,memory,headers,slabs]
+    python -m tests.bench_repack [--pairs 5] [--gb 8] [--work DIR] [--warm] [--only copy,memory,headers,slabs]
 
 Both sides of a pair start with the same cold or warm caches (cold where /proc/sys/vm/drop_caches may be written), on the same
 disk, in alternating order, and end with `sync`. Trellis words come from one pool of random bytes, so that a source of many GB is
@@ -61,6 +61,7 @@ def main() -> None:
     options.add_argument("--pairs", type=int, default=5)
     options.add_argument("--gb", type=float, default=8)
     options.add_argument("--work", type=Path, default=Path("build/bench"))
+    options.add_argument("--warm", action="store_true", help="both sides with the source in the page cache")
     options.add_argument("--only", default="headers,copy,slabs,memory")
     chosen = options.parse_args()
     shutil.rmtree(chosen.work, ignore_errors=True)
@@ -135,15 +136,17 @@ def bench_headers(chosen: argparse.Namespace) -> None:
     shutil.rmtree(source)
 
 
-def same_caches(source: Path) -> str:
-    """Bring the page cache into the same state before a side runs."""
+def same_caches(source: Path, *, warm: bool) -> str:
+    """Bring the page cache into the same state before a side runs: empty, or with the source in it."""
     os.sync()
-    try:
-        DROP.write_text("3\n")
-    except OSError:
+    if not warm:
+        try:
+            DROP.write_text("3\n")
+        except OSError:
+            warm = True
+    if warm:
         subprocess.run(["sh", "-c", f"cat '{source}'/* > /dev/null"], check=True)
-        return "warm"
-    return "cold"
+    return "warm" if warm else "cold"
 
 
 def bench_copy(chosen: argparse.Namespace) -> None:
@@ -166,7 +169,7 @@ def bench_copy(chosen: argparse.Namespace) -> None:
         sides: dict[str, Callable[[], float]] = {"cp": copied, "repack": repacked}
         times = {}
         for name in sorted(sides, reverse=bool(pair % 2)):
-            caches = same_caches(source)
+            caches = same_caches(source, warm=chosen.warm)
             times[name] = sides[name]()
             if name == "repack" and pair == chosen.pairs - 1:
                 output.rename(chosen.work / "kept")
