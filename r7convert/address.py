@@ -43,7 +43,7 @@ def parse_address(text: str) -> Path | Repo:
     if folder.is_dir():
         return folder
     if folder.exists():
-        raise InputError(complain(text, "not a folder", expected="the folder that holds config.json"))
+        raise InputError(complain(text, "not a folder", expected="the folder that holds config.json", found="a file"))
     match = _REPO.fullmatch(text)
     if match is None or _LOOKS_LIKE_PATH.match(text):
         raise InputError(complain(text, "no such folder", do="A repository of the Hub is written org/name or org/name@revision."))

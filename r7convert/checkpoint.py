@@ -250,7 +250,10 @@ def _read_index(source: Source, sizes: Mapping[str, int], bad: Offences) -> tupl
     weight_map, metadata = index.get("weight_map"), index.get("metadata")
     if not isinstance(weight_map, dict) or not weight_map:
         raise FormatError(complain(INDEX, "weight_map", expected="an object of tensor: file", found=type(weight_map).__name__))
-    for name in sorted({str(file) for file in weight_map.values()}):
+    for file in weight_map.values():
+        if not isinstance(file, str):
+            collect(bad, check_plain_name, file, INDEX)
+    for name in sorted({file for file in weight_map.values() if isinstance(file, str)}):
         if collect(bad, check_plain_name, name, INDEX) and name not in sizes:
             count = sum(file == name for file in weight_map.values())
             bad.add(name, f"missing file, named by {count} index entries", do="Download it, or repair the index.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import sys
@@ -52,6 +53,9 @@ for command in sorted((*cli_local.COMMANDS, *cli_convert.COMMANDS, *cli_encode.C
 def run() -> NoReturn:
     """Run the command line; every way out of the process passes here."""
     signal.signal(signal.SIGTERM, _interrupt)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a path the terminal's encoding has no letters for is shown escaped
+            stream.reconfigure(errors="backslashreplace")
     try:
         app(prog_name="r7convert")
     except SystemExit as leaving:

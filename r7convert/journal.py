@@ -121,7 +121,7 @@ class Journal:
 
     def _check_same(self, line: Json, fingerprint: Mapping[str, Json], folder: Path) -> None:
         before = line["fingerprint"]
-        for key in sorted(set(before) | set(fingerprint)):
+        for key in dict.fromkeys((*fingerprint, *before)):  # in the caller's order: what was typed comes before what follows from it
             if before.get(key) != fingerprint.get(key):
                 raise UsageError(
                     complain(

@@ -18,7 +18,7 @@ from typing import Any
 from r7convert.card import CARD
 from r7convert.checkpoint import Checkpoint, read_checkpoint
 from r7convert.copying import Recoder
-from r7convert.errors import UnsupportedError
+from r7convert.errors import UnsupportedError, UsageError, complain
 from r7convert.journal import Journal, Manifest, locked, read_journal, write_manifest
 from r7convert.ktable import Budget
 from r7convert.mixed_k import KChoice, bytes_budget, price_json, reencoded_facts, time_lines
@@ -68,6 +68,7 @@ def repack(
     Raises:  UsageError (choices, folders that overlap, an output that holds something else), FormatError and UnsupportedError
              (the source), ResourceError (room, permission, a device, a folder in use, a rank that died).
     """
+    _check_policy(target, mixed_k=mixed_k, budget=budget or budget_bytes, importance=importance, reference=reference)
     check_disjoint(source, output)
     checkpoint = read_checkpoint(source)
     choice = KChoice(checkpoint, mixed_k, budget or bytes_budget(budget_bytes), importance, from_originals=reference is not None)
@@ -119,8 +120,19 @@ def choose_plan(
 
     Raises:  as `plan_repack`.
     """
+    _check_policy(choices["target"], mixed_k=mixed_k, budget=budget or budget_bytes, importance=importance, reference=reference)
     choice = KChoice(checkpoint, mixed_k, budget or bytes_budget(budget_bytes), importance, from_originals=reference is not None)
     return replace(plan_repack(checkpoint, choose=choice, **choices), policy=choice.facts())
+
+
+def _check_policy(target: str, **given: Json) -> None:
+    """Raises:  UsageError for an option that this target would pass over in silence."""
+    if target == "rank-sliced":
+        return
+    for name, value in given.items():
+        if value not in (None, "refuse"):
+            found = f"one for {target}, which keeps every K"
+            raise UsageError(complain(f"--{name.replace('_', '-')}", "K policy", expected="one for target rank-sliced alone", found=found))
 
 
 def execute(

@@ -123,13 +123,24 @@ def check_reader(checkpoint: Checkpoint, target: str, layers: Sequence[LayerPlan
     Source:  FORMAT.md sections 4 and 5.
     """
     bad = Offences()
+    carried = set(kept)
+    for module in checkpoint.dense_exl3:
+        missing = [field for field in ("suh", "svh", "mcg") if f"{module}.{field}" not in checkpoint.tensors]
+        if missing and f"{module}.trellis" in carried:
+            bad.add(
+                module,
+                "dense EXL3 module",
+                expected="trellis, suh, svh and mcg",
+                found=f"no {', '.join(missing)}",
+                do="Nothing is assumed.",
+            )
     numbers = [layer.layer for layer in layers]
     if target == "rank-sliced" and not partial:
         if numbers != list(range(numbers[0], numbers[-1] + 1)):
             bad.add("layers with routed experts", "moe_layers", expected="one contiguous range", found=ranges(numbers))
         for module in checkpoint.dense_exl3:
             layer = layer_of(module)
-            if f"{module}.mcg" in checkpoint.tensors and f"{module}.trellis" in kept and layer not in numbers:
+            if f"{module}.mcg" in checkpoint.tensors and f"{module}.trellis" in carried and layer not in numbers:
                 bad.add(module, "dense EXL3 with an mcg marker", expected=f"a layer of {ranges(numbers)}", found=f"layer {layer}")
     if target == "slabs":
         for plan in layers:

@@ -187,7 +187,8 @@ def repair(
 
     r7 = block.get("r7_routed_experts")
     if target != "r7" and r7 is not None:
-        taken.append({"place": f"{EMBEDDED}.r7_routed_experts", "block": r7})
+        place = next(name for name, found in files.places().items() if found is not None and found.get("r7_routed_experts") is not None)
+        taken.append({"place": f"{place}.r7_routed_experts", "block": r7})
         del block["r7_routed_experts"]
     block["bits"] = _nominal_bits(bits, block, r7, config.get("hybrid_tr3_tail"))
     block |= {"quant_method": "exl3", "codebook": "mcg"}

@@ -64,7 +64,9 @@ def verify(
     progress, team = progress or Progress(), team or Team()
     threads = threads or min(os.cpu_count() or 1, 8)
     if not folder.is_dir():
-        raise UsageError(complain(folder, "output", expected="a folder that r7convert wrote", found="none"))
+        raise UsageError(
+            complain(folder, "output", expected="a folder that r7convert wrote", found="a file" if folder.exists() else "nothing")
+        )
     if reader is not None and reader not in READERS:
         raise UsageError(complain("--reader", "stock reader level", expected=f"one of {', '.join(READERS)}", found=reader))
     if source is not None:

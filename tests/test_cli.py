@@ -143,7 +143,16 @@ def test_encode_shared(tmp_path: Path) -> None:
             "error: --layers: range: expected A or A-B, ascending, got '9-3'",
         ),
         (["repack", ".", "o"], 2, "--target"),
-        (["verify", "o"], 2, "error: o: output: expected a folder that r7convert wrote, got none"),
+        (["repack", ".", "o", "--target", "r7", "--threads", "-1"], 2, "'--threads'"),
+        (["verify", "o", "--threads", "0"], 2, "'--threads'"),
+        (
+            ["repack", ".", "o", "--target", "slabs", "--budget", "3bpw"],
+            2,
+            "error: --budget: K policy: expected one for target rank-sliced",
+        ),
+        (["repack", ".", "o", "--target", "r7", "--mixed-k", "lift"], 2, "error: --mixed-k: K policy: expected one for target rank-sliced"),
+        (["inspect", __file__], 3, "not a folder: expected the folder that holds config.json, got a file"),
+        (["verify", "o"], 2, "error: o: output: expected a folder that r7convert wrote, got nothing"),
         (["stamp", "/nowhere", "--check"], 3, "error: /nowhere: no such folder."),
         (["stamp", "org/name", "--check"], 2, "error: org/name: a repository of the Hub: expected a folder"),
         (["stamp", "."], 2, "expected one of --output DIR, --in-place, --check"),
@@ -167,6 +176,11 @@ def test_errors_are_one_line_with_the_right_code(words: list[str], code: int, te
     assert "Traceback" not in done.stderr
     assert done.stdout == ""
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_path_the_terminal_cannot_spell_is_no_error(tmp_path: Path) -> None:
+    done = run("sample", tmp_path / "モデル", PYTHONIOENCODING="ascii")
+    assert "\\u30e2" in done.stdout
 
 
 def test_debug_shows_the_traceback() -> None:

@@ -273,6 +273,16 @@ def test_dense_exl3_outside_the_tail_is_refused_for_stock(tmp_path: Path) -> Non
     assert "lm_head" in planned(folder, target="slabs", tp=2).config["quantization_config"]["tensor_storage"]
 
 
+@pytest.mark.parametrize("field", ["mcg", "suh"])
+@pytest.mark.parametrize("target", ["slabs", "exl3", "r7"])
+def test_a_dense_module_without_its_marker_or_vector_is_refused(tmp_path: Path, field: str, target: str) -> None:
+    folder = sample(tmp_path / "s")
+    with edited_shard(folder / CARRIER) as tensors:
+        del tensors[f"model.layers.3.self_attn.o_proj.{field}"]
+    words = (f"model.layers.3.self_attn.o_proj: dense EXL3 module: expected trellis, suh, svh and mcg, got no {field}",)
+    refused(folder, UnsupportedError, *words, target=target, tp=2 if target == "slabs" else None)
+
+
 def test_a_gap_in_the_layers_is_refused_for_stock(tmp_path: Path) -> None:
     folder = sample(tmp_path / "s", mode="uniform")
     for name in ("config.json", "quantization_config.json"):

@@ -315,6 +315,7 @@ def test_an_unfinished_run_is_finished_only_by_its_own_command(tmp_path: Path) -
         tensors[f"{GATE}.svh"][0] = float("nan")
     refused(FormatError, source, output, GATE, target="slabs", tp=2)
     refused(UsageError, source, output, "unfinished run with another tp", target="slabs", tp=4)
+    refused(UsageError, source, output, "unfinished run with another target: expected slabs, got exl3", target="exl3")
     with edited_shard(source / R7) as tensors:
         tensors[f"{GATE}.svh"][0] = 1.0
     refused(UsageError, source, output, "unfinished run with another files", target="slabs", tp=2)

@@ -21,6 +21,7 @@ from r7convert.store import STATE_DIR, read_header, read_json
 from r7convert.verdict import check_verdict
 from r7convert.verify import verify
 from tests import tamper
+from tests.folders import edited_json, sample
 from tests.outputs import OUTPUTS, SMALL, SMALLEST, Made, failed_parts, lines_of
 
 Json = Any
@@ -289,3 +290,12 @@ def test_folders_that_cannot_be_meant(make: Callable[[str], Made], tmp_path: Pat
 def test_a_folder_that_another_command_writes_to_is_not_judged(make: Callable[[str], Made]) -> None:
     with locked(make("slabs").output), pytest.raises(ResourceError, match="in use"):
         verify(make("slabs").output)
+
+
+@pytest.mark.parametrize("target", ["slabs", "exl3", "r7"])
+def test_a_block_that_only_quantization_config_json_has(tmp_path: Path, target: str) -> None:
+    source = sample(tmp_path / "s")
+    with edited_json(source / "config.json") as config:
+        del config["quantization_config"]
+    repack(source, tmp_path / "o", target=target, tp=2 if target == "slabs" else None)
+    assert verify(tmp_path / "o", source=source).ok
