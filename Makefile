@@ -54,7 +54,7 @@ bench-reencode:  ## one layer of GLM-5.2's size lifted to one K an expert, one s
 bench-moe:  ## the fused routed experts on this machine's GPU, each checked before it is timed
 	$(PYTHON) -m tests.gpu.bench_moe
 
-docs: $(VENV)/.ready  ## regenerate docs/cli.md from --help
+docs: $(VENV)/.ready  ## regenerate docs/cli.md, docs/design.md and the README's example
 	$(PY) -m tests.make_docs
 
 wheel: $(VENV)/.ready  ## build sdist and wheel into dist/

@@ -28,6 +28,14 @@ def test_the_command_page_is_current() -> None:
     assert max(len(line) for line in re.findall(r"```text\n(.*?)```", text, re.DOTALL)[0].splitlines()) <= 80
 
 
+def test_the_map_is_current_and_has_every_module() -> None:
+    text = make_docs.DESIGN.read_text()
+    assert text == make_docs.render_design(), f"docs/design.md {STALE}"
+    modules = {path.stem for path in (ROOT / "r7convert").glob("*.py")}
+    assert set(re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE)) == modules
+    assert len(modules) > 50
+
+
 def test_the_readmes_example_is_what_the_commands_print() -> None:
     readme = make_docs.README.read_text()
     assert readme == make_docs.with_example(readme), f"README.md {STALE}"
