@@ -12,6 +12,7 @@ command that was cut short encodes only the layers that are missing.
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -107,6 +108,8 @@ def encode_shared(
     team, progress = team or Team(), progress or Progress()
     if not 1 <= bits <= 8:
         raise UsageError(complain("--bits", "K", expected="1 to 8", found=bits))
+    if min_snr is not None and not math.isfinite(min_snr):  # no signal is under NaN: the limit would be off, and no JSON could say so
+        raise UsageError(complain("--min-snr", "limit", expected="a finite number of decibels", found=min_snr))
     devices = find_devices(device, team.local_rank)
     names = tuple(map(str, devices))
     options = {"bits": bits, "layers": list(layers or ()), "min_snr": min_snr, "on_failure": on_failure, "engine": devices[0].type}

@@ -31,7 +31,6 @@ from r7convert.format import (
 
 Hidden = Literal["r7_shared", "shared_h", "per_expert"]
 HIDDEN_FIELD: Mapping[str, str] = {"gate_proj": "suh", "up_proj": "suh", "down_proj": "svh"}
-INNER_FIELD: Mapping[str, str] = {"gate_proj": "svh", "up_proj": "svh", "down_proj": "suh"}
 MAX_K = 8
 
 

@@ -51,7 +51,8 @@ def locked(folder: Path) -> Iterator[None]:
     except Timeout:
         raise ResourceError(complain(folder, "folder in use by another r7convert", do="Wait for it, or stop it.")) from None
     except OSError as error:
-        raise ResourceError(complain(folder, "cannot write here", found=error.strerror, expected="a writable folder")) from None
+        found = "a link to nothing" if folder.is_symlink() and not folder.exists() else error.strerror
+        raise ResourceError(complain(folder, "cannot write here", expected="a writable folder", found=found)) from None
     try:
         finish_change(folder)
         yield

@@ -144,6 +144,7 @@ def test_encode_shared(tmp_path: Path) -> None:
         ),
         (["repack", ".", "o"], 2, "--target"),
         (["repack", ".", "o", "--target", "r7", "--threads", "-1"], 2, "'--threads'"),
+        (["encode-shared", ".", "--min-snr", "nan"], 2, "error: --min-snr: limit: expected a finite number of decibels, got nan"),
         (["verify", "o", "--threads", "0"], 2, "'--threads'"),
         (
             ["repack", ".", "o", "--target", "slabs", "--budget", "3bpw"],

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from r7convert.errors import FormatError, UsageError
+from r7convert.errors import FormatError, ResourceError, UsageError
 from r7convert.journal import (
     MANIFEST,
     VERDICT,
@@ -118,3 +118,13 @@ def test_ranks_journal_apart_and_read_together(tmp_path: Path) -> None:
         Journal(tmp_path, {"target": "exl3"})
     again.close()
     assert read_journal(tmp_path) == (None, {})
+
+
+def test_an_output_that_is_a_link_to_nothing(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "gone")
+    with (
+        pytest.raises(ResourceError, match="link: cannot write here: expected a writable folder, got a link to nothing"),
+        locked(tmp_path / "link"),
+    ):
+        pass
+    assert not (tmp_path / "gone").exists()
