@@ -201,6 +201,18 @@ def test_header_metadata(tmp_path: Path, target: str, metadata: dict[str, Any]) 
             assert found["rank"] == (path.stem.split("-")[4] if path.name.startswith("experts-") else "9")
 
 
+def test_transformers_loads_every_file(tmp_path: Path) -> None:
+    loader = pytest.importorskip("transformers.modeling_utils", reason="transformers is not importable", exc_type=ImportError)
+    out = tmp_path / "out"
+    repack(sample(tmp_path / "source", mode="uniform"), out, target="rank-sliced", tp=2)
+    files = sorted(out.glob("*.safetensors"))
+    assert len(files) == 7
+    for path in files:  # transformers refuses a file whose metadata has no format it knows
+        loaded, expected = loader.load_state_dict(path), load(path)
+        assert loaded.keys() == expected.keys()
+        assert all(torch.equal(loaded[name], tensor) for name, tensor in expected.items())
+
+
 def test_data_off_its_boundary_gets_a_new_header(tmp_path: Path) -> None:
     source = sample(tmp_path / "s")
     header, data = read_raw(source / CARRIER)
