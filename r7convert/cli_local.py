@@ -150,7 +150,7 @@ def stamp(
     report = restamp(local_folder(source), output=output, in_place=in_place, target=target, progress=terminal.progress())
     terminal.result(report.to_json(), _stamp_lines(report, verbose))
     if check and report.due:
-        raise FormatError(complain(source, "stamp", expected="a corrected one", found="a repair is due", do="Use --in-place or --output."))
+        raise FormatError(complain(source, "stamp: a repair is due", do="Use --in-place or --output."))
 
 
 def _stamp_lines(report: Restamped, verbose: bool) -> Iterator[str]:
