@@ -7,17 +7,25 @@ body of the source's README stay: the metadata is completed, the body stands bel
 from __future__ import annotations
 
 import re
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from r7convert.facts import (
+    Census,
+    command_line,
+    count_k,
+    error_steps,
+    matrix_figures,
+    mean_of,
+    serve_command,
+    source_repo,
+    tensor_counts,
+    who_loads,
+)
 from r7convert.format import PROJECTIONS
 from r7convert.journal import Manifest
 
 Json = Any
-Census = Mapping[int, Sequence[tuple[int, int, int]]]
-"""K of gate, up and down of each expert, by layer."""
-
 CARD = "README.md"
 LICENCE = "LICENSE"
 BEGIN, END = "<!-- r7convert: begin -->", "<!-- r7convert: end -->"
@@ -25,27 +33,6 @@ PROJECT_TAGS = ("exl3", "trellis", "r7convert")
 _FRONT = re.compile(r"\A\s*---\r?\n(.*?)\r?\n---[ \t]*(?:\r?\n|\Z)", re.DOTALL)
 _BARS = " ▁▂▃▄▅▆▇█"
 
-# target -> (what loads it, how to serve {repo} at {tp})
-READERS: Mapping[str, tuple[str, str]] = {
-    "rank-sliced": (
-        "stock Gilded Gnosis vLLM, release {reader} or later, at tensor-parallel size {tp} exactly",
-        "vllm serve {repo} --tensor-parallel-size {tp}",
-    ),
-    "r7": (
-        "R7-aware loaders: Gilded Gnosis r34 or later, and the Infernal Invocation line; any legal tensor-parallel size",
-        "vllm serve {repo} --tensor-parallel-size 4",
-    ),
-    "exl3": (
-        "exllamav3 0.0.43 or later, and other readers of topology-neutral EXL3",
-        'hf download {repo} --local-dir model && python -c "from exllamav3 import Config, Model; '
-        "Model.from_config(Config.from_directory('model')).load()\"",
-    ),
-    "slabs": (
-        "kernels that map the slabs themselves (`r7convert.open_slabs`), at tensor-parallel size {tp} exactly",
-        "hf download {repo} --local-dir model && "
-        "python -c \"import r7convert; print(r7convert.open_slabs('model', layer={layer}, rank=0))\"",
-    ),
-}
 _LOSSLESS = {
     "kept": "carried over byte for byte",
     "sliced": "cut or copied into ranks, every byte kept",
@@ -65,16 +52,15 @@ def render_card(repo: str, manifest: Manifest, verdict: Json, before: str, censu
     """
     metadata, body = _split(before)
     facts = manifest.facts
-    target, tp = str(facts.get("target", "")), facts.get("tp")
-    base = _source(facts)
-    loads, serve = READERS.get(target, ("readers of this target", "r7convert inspect {repo}"))
-    fill = {"repo": repo, "tp": tp, "reader": facts.get("reader", "r28"), "layer": min(census, default=0)}
+    target = str(facts.get("target", ""))
+    base = source_repo(facts)
+    loads, serve = who_loads(facts), serve_command(facts, repo, layer=min(census, default=0), is_repo=True)
     parts = [
         _front_matter(metadata, base, target, has_licence=LICENCE in manifest.files),
         BEGIN,
         f"# {repo.split('/')[-1]}",
         _opening(manifest, base),
-        f"## Serve\n\nLoads in {loads.format(**fill)}.\n\n```\n{serve.format(**fill)}\n```",
+        f"## Serve\n\nLoads in {loads}.\n\n```\n{serve}\n```",
         "## What was kept, and what was not\n\n" + _accounting(facts),
     ]
     if census:
@@ -123,12 +109,6 @@ def _front_matter(metadata: Mapping[str, Json], base: str | None, target: str, *
     return f"---\n{yaml.safe_dump(made, sort_keys=False, allow_unicode=True).strip()}\n---"
 
 
-def _source(facts: Mapping[str, Json]) -> str | None:
-    source = facts.get("source")
-    repo = source.get("repo") if isinstance(source, dict) else None
-    return repo if isinstance(repo, str) else None
-
-
 # ---- sections -----------------------------------------------------------------------------------------------------------
 
 
@@ -142,37 +122,8 @@ def _opening(manifest: Manifest, base: str | None) -> str:
     return "\n".join(lines)
 
 
-def command_line(facts: Mapping[str, Json]) -> str:
-    """The commands that make such a folder again, without the paths of the machine that made this one."""
-    words = ["r7convert repack", _source(facts) or "SOURCE", "OUT", f"--target {facts.get('target')}"]
-    for name, option in (("tp", "--tp"), ("reader", "--reader"), ("rotation_layout", "--rotation-layout")):
-        if facts.get(name) is not None:
-            words.append(f"{option} {facts[name]}")
-    policy = facts.get("policy")
-    if isinstance(policy, dict):
-        words.append(f"--mixed-k {policy.get('name')}")
-        words += [f"--budget {policy['budget']}"] if policy.get("budget") is not None else []
-        words += ["--importance WEIGHTS.json"] if policy.get("importance") is not None else []
-        words += ["--reference ORIGINALS"] if policy.get("reference") is not None else []
-    if facts.get("drop_mtp"):
-        words.append("--drop-mtp")
-    lines = [" ".join(words)]
-    if bits := sorted({str(figures.get("bits")) for _, figures in _figures(facts.get("encoded"))}):
-        lines.append(f"r7convert encode-shared OUT --bits {bits[0]}")
-    return "\n".join(lines)
-
-
-def _counts(facts: Mapping[str, Json]) -> dict[str, int]:
-    """Source tensors by what became of them, zeros left out."""
-    accounting = facts.get("accounting")
-    if not isinstance(accounting, dict):
-        return {}
-    counts = {kind: entry.get("tensors") if isinstance(entry, dict) else entry for kind, entry in accounting.items()}
-    return {kind: count for kind, count in counts.items() if isinstance(count, int) and count}
-
-
 def _accounting(facts: Mapping[str, Json]) -> str:
-    counts = _counts(facts)
+    counts = tensor_counts(facts)
     if not counts:
         return "The manifest states no accounting."
     rows = [f"| {kind} | {count:,} | {_LOSSLESS.get(kind, '')} |" for kind, count in counts.items()]
@@ -188,39 +139,19 @@ def _accounting(facts: Mapping[str, Json]) -> str:
 
 def _error_table(facts: Mapping[str, Json]) -> str:
     """Relative squared error of what was encoded anew, against what it came from, by the step of K."""
-    steps: dict[str, list[tuple[float, str]]] = {}
-    for fact in ("reencoded", "encoded"):
-        for name, figures in _figures(facts.get(fact)):
-            before, after = figures.get("from"), figures.get("to", figures.get("bits"))
-            step = f"{f'K{before}' if isinstance(before, int) else before} to K{after}"
-            steps.setdefault(step, []).append((float(figures["relative_error"]), name))
-    if not steps:
+    rows = [f"| {s.step} | {s.matrices:,} | {s.mean:.3g} | {s.worst:.3g} (`{s.name}`) |" for s in error_steps(facts)]
+    if not rows:
         return ""
-    rows = []
-    for step, errors in sorted(steps.items()):
-        worst, name = max(errors)
-        rows.append(f"| {step} | {len(errors):,} | {sum(e for e, _ in errors) / len(errors):.3g} | {worst:.3g} (`{name}`) |")
     return "\n".join(["| step | matrices | mean relative squared error | worst |", "|---|---:|---:|---|", *rows])
 
 
 def _against_originals(facts: Mapping[str, Json]) -> str:
     """The same matrices against the 16-bit originals, where the encoder had them."""
-    pairs = [(f["original_error_before"], f["original_error"]) for _, f in _figures(facts.get("reencoded")) if "original_error" in f]
+    pairs = [(f["original_error_before"], f["original_error"]) for _, f in matrix_figures(facts.get("reencoded")) if "original_error" in f]
     if not pairs:
         return ""
     before, after = (sum(values) / len(pairs) for values in zip(*pairs, strict=True))
     return f"Against the 16-bit originals these {len(pairs):,} matrices had a mean relative squared error of {before:.3g}; now {after:.3g}."
-
-
-def _figures(value: Json, name: str = "") -> Iterator[tuple[str, Mapping[str, Json]]]:
-    """(matrix, figures) of everything in a manifest fact that states a relative error, however deep."""
-    if not isinstance(value, dict):
-        return
-    if isinstance(value.get("relative_error"), (int, float)):
-        yield name, value
-        return
-    for key, inner in value.items():
-        yield from _figures(inner, str(key))
 
 
 def _census(census: Census) -> str:
@@ -229,9 +160,8 @@ def _census(census: Census) -> str:
     lines = ["| projection | " + " | ".join(f"K{k}" for k in values) + " | mean |", "|---|" + "---:|" * (len(values) + 1)]
     strips = []
     for at, proj in enumerate(PROJECTIONS):
-        counts = Counter(row[at] for rows in census.values() for row in rows)
-        mean = sum(k * n for k, n in counts.items()) / counts.total()
-        lines.append(f"| {proj} | " + " | ".join(f"{counts[k]:,}" for k in values) + f" | {mean:.2f} |")
+        counts = count_k(census, at)
+        lines.append(f"| {proj} | " + " | ".join(f"{counts[k]:,}" for k in values) + f" | {mean_of(counts):.2f} |")
         means = [sum(row[at] for row in rows) / len(rows) for _, rows in sorted(census.items())]
         strips.append(f"{proj:<9} {''.join(_bar(m, values) for m in means)}")
     scale = f"layers {min(census)} to {max(census)}, one mark a layer: mean K from {values[0]} ({_BARS[1]}) to {values[-1]} ({_BARS[8]})"

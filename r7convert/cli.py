@@ -12,7 +12,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from r7convert import __version__, cli_convert, cli_encode, cli_hub, cli_local
+from r7convert import __version__, cli_convert, cli_encode, cli_hub, cli_local, cli_report
 from r7convert.errors import EXIT_INTERRUPTED
 from r7convert.terminal import report_error
 
@@ -39,14 +39,16 @@ def options(
 
 
 # In the order in which one needs them; a command that is not here comes last.
-CHAIN = ("inspect", "download", "stamp", "repack", "encode_shared", "verify", "push", "convert", "fix_hub", "sample", "env")
+CHAIN = ("inspect", "download", "stamp", "repack", "encode_shared", "verify", "report", "push", "convert", "fix_hub", "sample", "env")
 
 
 def _place(command: Callable[..., None]) -> int:
     return CHAIN.index(command.__name__) if command.__name__ in CHAIN else len(CHAIN)
 
 
-for command in sorted((*cli_local.COMMANDS, *cli_convert.COMMANDS, *cli_encode.COMMANDS, *cli_hub.COMMANDS), key=_place):
+for command in sorted(
+    (*cli_local.COMMANDS, *cli_convert.COMMANDS, *cli_encode.COMMANDS, *cli_hub.COMMANDS, *cli_report.COMMANDS), key=_place
+):
     app.command()(command)
 
 

@@ -23,7 +23,8 @@ from r7convert.cli_options import (
     wants_bars,
 )
 from r7convert.errors import UsageError, complain
-from r7convert.terminal import Terminal, format_table, in_bytes, in_time, wrap
+from r7convert.terminal import Terminal, format_table, wrap
+from r7convert.units import in_bytes, in_time
 
 if TYPE_CHECKING:
     from r7convert.repack import Repacked

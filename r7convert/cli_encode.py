@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from r7convert.cli_options import AsJson, Device, DryRun, Quiet, Verbose, parse_layers
-from r7convert.terminal import Terminal, format_table, in_bytes, in_time, wrap
+from r7convert.terminal import Terminal, format_table, wrap
+from r7convert.units import in_bytes, in_time
 
 if TYPE_CHECKING:
     from r7convert.encode_shared import SharedReport

@@ -11,7 +11,8 @@ import typer
 
 from r7convert.cli_options import AsJson, DryRun, Quiet, Target, Verbose, parse_layers, wants_bars
 from r7convert.errors import UsageError, complain
-from r7convert.terminal import Terminal, in_bytes
+from r7convert.terminal import Terminal
+from r7convert.units import in_bytes
 
 if TYPE_CHECKING:
     from r7convert.address import Repo

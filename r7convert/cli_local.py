@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from r7convert.cli_options import AsJson, Quiet, Source, SourceOrRepo, Target, Verbose, local_folder, open_checkpoint
-from r7convert.errors import FormatError, UsageError, complain
-from r7convert.terminal import Terminal, format_table, in_bytes, wrap
+from r7convert.errors import FormatError, UnsupportedError, UsageError, complain
+from r7convert.terminal import Terminal, format_table, wrap
+from r7convert.units import in_bytes
 
 if TYPE_CHECKING:
     from r7convert.inspect import Inspection
@@ -67,6 +68,9 @@ def sample(
 
 def inspect(
     source: SourceOrRepo,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Draw K of every expert: a page (.html) or a picture (.png).", show_default=False)
+    ] = None,
     as_json: AsJson = False,
     quiet: Quiet = False,
     verbose: Verbose = False,
@@ -74,8 +78,27 @@ def inspect(
     """Say what a checkpoint holds and what each target would make of it. Reads headers, no payload."""
     from r7convert.inspect import inspect as inspect_checkpoint
 
+    if plot is not None and plot.suffix not in (".html", ".png"):
+        raise UsageError(complain("--plot", "kind of file", expected="a name that ends in .html or .png", found=plot.name))
     found = inspect_checkpoint(open_checkpoint(source))
+    if plot is not None:
+        _draw(found, plot)
     Terminal(as_json=as_json, quiet=quiet, verbose=verbose).result(found.to_json(), _inspect_lines(found, verbose))
+
+
+def _draw(found: Inspection, file: Path) -> None:
+    census = {layer: experts.bits for layer, experts in found.checkpoint.experts.items()}
+    if file.suffix == ".png":
+        from r7convert.report_png import draw_census, save_png
+
+        if not census:
+            raise UnsupportedError(complain("--plot", "nothing to draw", expected="EXL3 routed experts", found="none"))
+        save_png(draw_census(census), file)
+    else:
+        from r7convert.cli_report import write_page
+        from r7convert.report_html import render_census
+
+        write_page(file, render_census(found.checkpoint.where.rstrip("/").rpartition("/")[2], census))
 
 
 def _inspect_lines(found: Inspection, verbose: bool) -> Iterator[str]:

@@ -139,7 +139,7 @@ def inspect(checkpoint: Checkpoint) -> Inspection:
         places=diagnose(files),
         stamp_due=_stamp_due(files, checkpoint),
         census=tuple(census_of(layer) for layer in checkpoint.experts.values()),
-        bytes_by_class=_bytes_by_class(checkpoint),
+        bytes_by_class=count_bytes_by_class(checkpoint),
         shared_experts={state: tuple(layers) for state, layers in shared.items()},
         mtp=_mtp_state(checkpoint),
         targets=tuple(answer for target in TARGETS for answer in _ask(checkpoint, target)),
@@ -160,7 +160,7 @@ def _stamp_due(files: StampFiles, checkpoint: Checkpoint) -> bool | None:
         return None
 
 
-def _bytes_by_class(checkpoint: Checkpoint) -> dict[str, int]:
+def count_bytes_by_class(checkpoint: Checkpoint) -> dict[str, int]:
     classes: Counter[str] = Counter()
     seen: set[str] = set()
     for layer in checkpoint.experts.values():

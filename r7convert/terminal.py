@@ -16,6 +16,7 @@ from typing import Any, TextIO
 
 from r7convert.errors import EXIT_INTERRUPTED, R7Error, ResourceError
 from r7convert.progress import Progress
+from r7convert.units import in_bytes, in_time
 
 Json = Any
 
@@ -150,25 +151,6 @@ class Lines(Progress):
 
 
 # ---- words ------------------------------------------------------------------------------------------------------------
-
-
-def in_bytes(count: float) -> str:
-    """A size for people, in decimal units as disks and the Hub count: 346.0 GB."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1000
-    return f"{count:.1f} TB"
-
-
-def in_time(seconds: float) -> str:
-    """A duration for people: 45 s, 12 min 5 s, 3 h 20 min."""
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60} s"
-    return f"{whole // 3600} h {whole % 3600 // 60} min"
 
 
 def format_table(headers: Sequence[str], rows: Iterable[Sequence[object]], *, width: int | None = None) -> list[str]:

@@ -81,8 +81,19 @@ def check_verdict(folder: Path) -> Json:
 
     Raises:  VerifyError if it is missing, failed, malformed, or judged another manifest.
     """
+    value = read_verdict(folder)
+    if value["ok"] is not True:
+        raise VerifyError(complain(folder / VERDICT, "the verdict on this folder is: failed", do=_verify(folder)))
+    return value
+
+
+def read_verdict(folder: Path) -> Json:
+    """The verdict of a folder as JSON, good or bad, if it belongs to the manifest that stands there now.
+
+    Raises:  VerifyError if it is missing, malformed, or judged another manifest.
+    """
     path = folder / VERDICT
-    do = f"Run `r7convert verify {folder}`, best with --source."
+    do = _verify(folder)
     if not path.exists():
         raise VerifyError(complain(folder, f"no {VERDICT}: nobody judged this folder", do=do))
     try:
@@ -99,6 +110,8 @@ def check_verdict(folder: Path) -> Json:
         digest = "none"
     if value.get("manifest_sha256") != digest:
         raise VerifyError(complain(path, "verdict of another manifest", expected=digest, found=value.get("manifest_sha256"), do=do))
-    if value["ok"] is not True:
-        raise VerifyError(complain(path, "the verdict on this folder is: failed", do=do))
     return value
+
+
+def _verify(folder: Path) -> str:
+    return f"Run `r7convert verify {folder}`, best with --source."

@@ -22,7 +22,8 @@ from pathlib import Path
 
 from r7convert.cli_options import parse_size
 from r7convert.sample import write_sample
-from r7convert.terminal import format_table, in_bytes, in_time
+from r7convert.terminal import format_table
+from r7convert.units import in_bytes, in_time
 from tests.hub_server import Blob, HubServer
 
 ROOT = Path(__file__).parents[1]

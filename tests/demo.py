@@ -44,6 +44,8 @@ def main(root: Path) -> int:
 
     tell("What a slab reader does at start: map a layer's tables, without a copy.")
     show_slabs(root / "slabs", layer=3, rank=0)
+    tell("The last one as people see it: on the terminal, and as one page to look at or send.")
+    run("report", root / "lifted", "--html", root / "report.html")
     tell(f"Done in {time.monotonic() - began:.0f} s. The folders are in {root}.")
     return 0
 

@@ -11,6 +11,7 @@ MAX_LINES = 400
 LEVELS = {
     "errors": 0,
     "progress": 0,
+    "units": 0,
     "address": 1,
     "format": 1,
     "whole_file": 1,
@@ -54,6 +55,7 @@ LEVELS = {
     "verify_files": 4,
     "contract": 5,
     "card": 5,
+    "facts": 4,
     "carry": 5,
     "recipe": 5,
     "rules": 5,
@@ -80,6 +82,9 @@ LEVELS = {
     "repack_run": 7,
     "repack": 8,
     "encode_shared": 8,
+    "report": 8,
+    "report_html": 9,
+    "report_png": 9,
     "stream": 9,
     "terminal": 8,
     "cli_options": 8,
@@ -91,6 +96,7 @@ LEVELS = {
     "__init__": 14,
     "__main__": 14,
     "cli_encode": 11,
+    "cli_report": 10,
 }
 
 

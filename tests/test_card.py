@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import yaml
 
-from r7convert.card import BEGIN, END, READERS, command_line, render_card
+from r7convert.card import BEGIN, END, render_card
+from r7convert.facts import READERS, command_line
 from r7convert.journal import Manifest, read_manifest
 from r7convert.push import make_card
 from r7convert.store import FileRecord

@@ -10,7 +10,8 @@ import pytest
 from r7convert import terminal
 from r7convert.errors import FormatError, NetworkError, Offences, ResourceError, UsageError, VerifyError
 from r7convert.progress import Progress
-from r7convert.terminal import Bar, Lines, Terminal, format_table, in_bytes, in_time, report_error
+from r7convert.terminal import Bar, Lines, Terminal, format_table, report_error
+from r7convert.units import in_bytes, in_time
 
 
 class Tty(io.StringIO):
