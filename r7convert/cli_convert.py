@@ -188,18 +188,26 @@ def verify(
     source: Annotated[Path | None, typer.Option(metavar="SRC", help="The checkpoint it was made from, to compare every tensor.")] = None,
     tp: Annotated[int | None, typer.Option(help="Ranks of the server that will load it.", show_default=False)] = None,
     reader: Annotated[Reader | None, typer.Option(help="Stock release that will load it.")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Compare a sample of the layers of experts, and say which share.")] = False,
+    activations: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="A safetensors file with one tensor [N, H] to compute with.", show_default=False),
+    ] = None,
+    device: Device = "auto",
     threads: Annotated[int | None, typer.Option(min=1, help="Files read at a time.")] = None,
     as_json: AsJson = False,
     quiet: Quiet = False,
     verbose: Verbose = False,
 ) -> None:
-    """Judge a converted folder. Its seal, its reader's contract, its bytes against the source. Writes VERDICT.json, which push asks for."""
+    """Judge a converted folder. Its seal, its reader's contract, bytes and numbers against the source. Writes VERDICT.json for push."""
     from r7convert.team import join_team
     from r7convert.verify import verify as judge
 
     with join_team() as team:
         terminal = Terminal(as_json=as_json, quiet=quiet or not team.is_first, verbose=verbose)
-        verdict = judge(folder, source=source, tp=tp, reader=reader, threads=threads, team=team, progress=terminal.progress())
+        choices: dict[str, Any] = {"tp": tp, "reader": reader, "threads": threads, "device": device, "quick": quick}
+        choices |= {"source": source, "activations": activations}
+        verdict = judge(folder, team=team, progress=terminal.progress(), **choices)
         if not team.is_first:
             return
         terminal.result(verdict.to_json(), _verify_lines(folder, verdict, verbose))

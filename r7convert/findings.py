@@ -113,6 +113,8 @@ class Part:
     why_skipped: str = ""
     scope: list[str] = field(default_factory=list)
     checks: dict[str, Check] = field(default_factory=dict)
+    layers: dict[str, Json] = field(default_factory=dict)
+    """Figures of each layer, where the part has some."""
 
     def check(self, name: str, unit: str = "tensors") -> Check:
         """The check of that name, made on first use, so that a rule that looked at nothing is seen to have."""
@@ -121,6 +123,7 @@ class Part:
     def absorb(self, other: Part) -> None:
         for name, check in other.checks.items():
             self.check(name, check.unit).absorb(check)
+        self.layers |= other.layers
 
     @property
     def failures(self) -> int:
@@ -136,4 +139,5 @@ class Part:
         made: dict[str, Json] = {"name": self.name, "state": self.state}
         if self.why_skipped:
             return made | {"why": self.why_skipped}
-        return made | {"failures": self.failures, "scope": self.scope, "checks": [check.to_json() for check in self.checks.values()]}
+        made |= {"failures": self.failures, "scope": self.scope, "checks": [check.to_json() for check in self.checks.values()]}
+        return made | {"layers": self.layers} if self.layers else made

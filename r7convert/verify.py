@@ -3,7 +3,7 @@
     seal      every file is the one the manifest lists
     contract  the target's readers would take the folder; FORMAT.md, re-implemented from the page
     bytes     ranks joined again and carried tensors, JSON and files equal the source's (needs the source)
-    numbers   the fused kernel on the written slabs against the codec on the source (issue 5)
+    numbers   the fused kernel on the written slabs against the codec on the source; what was encoded anew against its origin
 
 Writer and checker share the spec, never the code. Whatever fails is collected, counted and named; the verdict is written
 beside the manifest it is bound to, and `push` asks for it.
@@ -15,11 +15,13 @@ import contextlib
 import os
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from r7convert.contract import INDEX, READERS, TARGETS, Claims, check_contract
+from r7convert.devices import find_devices
 from r7convert.errors import FormatError, UsageError, complain
 from r7convert.evidence import Evidence, gather, is_mtp
 from r7convert.findings import Part
@@ -30,9 +32,14 @@ from r7convert.seal import check_seal
 from r7convert.store import STATE_DIR, check_disjoint, read_json
 from r7convert.team import Team
 from r7convert.verdict import Verdict, write_verdict
-from r7convert.verify_bytes import REENCODED, Compared, compare_carried, compare_layer
+from r7convert.verify_bytes import REENCODED, UNREAD, Compared, compare_carried, compare_layer
 from r7convert.verify_errors import check_errors
 from r7convert.verify_files import compare_config, compare_files, compare_metadata
+from r7convert.verify_numbers import LONG_BYTES, check_numbers, choose_layers, read_activations
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 Json = Any
 
@@ -50,13 +57,18 @@ def verify(
     tp: int | None = None,
     reader: str | None = None,
     threads: int | None = None,
+    device: str = "auto",
+    quick: bool = False,
+    activations: Path | None = None,
     team: Team | None = None,
     progress: Progress | None = None,
 ) -> Verdict:
     """Judge a sealed folder, write VERDICT.json into it, and hand the verdict back; `verdict.check()` raises if it is bad.
 
     `tp` and `reader` are what the caller means to serve with; None takes what the manifest states. With `source` the part
-    bytes compares every tensor with it. In a team files and tensors are shared; rank 0 has the verdict and writes it.
+    bytes compares every tensor with it, and numbers computes from slabs what the source's experts compute, on `device`; `quick`
+    samples the layers of both, and the parts say so. `activations` is a file with a tensor [N, H] to take in place of random
+    ones. In a team files and tensors are shared; rank 0 has the verdict and writes it.
 
     Raises:  UsageError for folders that cannot be meant, ResourceError if the verdict cannot be written.
     Source:  DESIGN.md "Verification".
@@ -73,16 +85,32 @@ def verify(
         if not source.is_dir():
             raise UsageError(complain(source, "source", expected="a checkpoint folder", found="none"))
         check_disjoint(source, folder)
+    elif quick or activations is not None:
+        raise UsageError(complain("--quick, --activations", "of the comparison with a source", expected="--source", found="none"))
+    effort = _Effort(
+        find_devices(device, team.local_rank) if source else [], quick, read_activations(activations, folder) if activations else None
+    )
     if not (folder / MANIFEST).exists() and not (folder / STATE_DIR).exists():
-        return _judge(folder, source, tp, reader, threads, progress, Team())  # nothing of ours: leave not even a lock there
+        return _judge(folder, source, tp, reader, threads, progress, Team(), effort)  # nothing of ours: leave not even a lock there
     with locked(folder) if team.is_first else contextlib.nullcontext():
         team.wait("the lock was taken")
-        return _judge(folder, source, tp, reader, threads, progress, team)
+        return _judge(folder, source, tp, reader, threads, progress, team, effort)
 
 
-def _judge(folder: Path, source: Path | None, tp: int | None, reader: str | None, threads: int, progress: Progress, team: Team) -> Verdict:
+@dataclass(frozen=True, slots=True)
+class _Effort:
+    """What the comparison with a source works on, and how thoroughly."""
+
+    devices: list[torch.device]
+    quick: bool
+    activations: Tensor | None
+
+
+def _judge(
+    folder: Path, source: Path | None, tp: int | None, reader: str | None, threads: int, progress: Progress, team: Team, effort: _Effort
+) -> Verdict:
     seal, contract, compared = Part("seal"), Part("contract"), Part("bytes")
-    numbers = Part("numbers", why_skipped="not asked for")
+    numbers = Part("numbers", why_skipped="no source was given" if source is None else "it computes from what the contract promises")
     parts = (seal, contract, compared, numbers)
     manifest = check_seal(folder, seal, threads=threads, progress=progress, team=team)
     digest = manifest_digest(folder) if (folder / MANIFEST).is_file() else ""
@@ -106,10 +134,17 @@ def _judge(folder: Path, source: Path | None, tp: int | None, reader: str | None
         if source is None:
             compared.why_skipped = "no source was given"
         else:
-            theirs = _compare(source, output, manifest, compared, threads=threads, progress=progress, team=team)
+            theirs = _compare(source, output, manifest, compared, threads=threads, progress=progress, team=team, quick=effort.quick)
             # What the headers do not promise is not decoded.
-            if team.first(not contract.failures + compared.failures, "its tensors were compared"):
+            promised = team.first((not contract.failures, not compared.failures), "its tensors were compared")
+            if all(promised):
                 check_errors(theirs, output, facts, numbers, progress, team)
+            if target not in ("rank-sliced", "slabs"):
+                numbers.why_skipped = numbers.why_skipped and f"target {target} has no slabs: bytes covers it whole"
+            elif promised[0]:
+                on = effort.devices
+                given = effort.activations
+                check_numbers(theirs, output, facts, numbers, progress, team, devices=on, quick=effort.quick, activations=given)
     verdict = Verdict(digest, str(target or ""), judged_tp if manifest else 0, reader, parts)
     if team.is_first:
         write_verdict(folder, verdict)
@@ -132,7 +167,7 @@ def _check_claims(part: Part, facts: Mapping[str, Json], asked: int | None) -> N
 
 
 def _compare(
-    source_folder: Path, output: Evidence, manifest: Manifest, part: Part, *, threads: int, progress: Progress, team: Team
+    source_folder: Path, output: Evidence, manifest: Manifest, part: Part, *, threads: int, progress: Progress, team: Team, quick: bool
 ) -> Evidence:
     """Every tensor of the source against the output's and back, then JSON and files; hands the source's headers back."""
     headers = part.check("the source's headers are sound", "files")
@@ -140,13 +175,19 @@ def _compare(
     facts = manifest.facts
     last_layer = _last_layer(output.folder) if facts.get("drop_mtp") is True else None
     dropped = {name for name in source.tensors if last_layer is not None and is_mtp(name, last_layer + 1)}
-    progress.start(sum(entry.nbytes for entry in source.tensors.values()), "bytes")
+    layers = sorted({*source.expert_tensors, *output.expert_tensors})
+    read = set(choose_layers(layers, quick=quick))
+    skipped = sum(entry.nbytes for layer in layers if layer not in read for entry in source.expert_tensors.get(layer, ()))
+    nbytes = sum(entry.nbytes for entry in source.tensors.values()) - skipped
+    if team.is_first and nbytes > LONG_BYTES:
+        progress.say(f"bytes: {nbytes / 1e9:.1f} GB of the source to read, and as much of the output")
+    progress.start(nbytes, "bytes")
     done = Compared(part)
     mine: list[tuple[int, Compared]] = []
     with ThreadPoolExecutor(threads) as pool:
-        for at, compared in pool.map(lambda task: (task[0], task[1]()), team.share(list(enumerate(_tasks(source, output, dropped))))):
+        for at, compared in pool.map(lambda task: (task[0], task[1]()), team.share(list(enumerate(_tasks(source, output, dropped, read))))):
             mine.append((at, compared))
-            progress.advance(sum(nbytes for _, nbytes in compared.tallies.values()))
+            progress.advance(sum(nbytes for kind, (_, nbytes) in compared.tallies.items() if kind != UNREAD))
     every = [item for share in team.gather(mine, "its tensors were compared") for item in share]
     if not team.is_first:
         return source
@@ -161,15 +202,17 @@ def _compare(
     for name, (count, size) in sorted(done.tallies.items()):
         part.scope.append(f"{name}{', left to numbers' if name in REENCODED else ''}: {count:,} tensors, {size:,} bytes")
     part.scope.append(f"JSON: config.json, index metadata; other files: {nbytes:,} bytes")
+    if quick:
+        part.scope.append(f"quick: bits of {len(read)} of {len(layers)} layers of experts; of the rest names and K")
     if dropped:
         part.scope.append(f"dropped by request: {len(dropped):,} tensors")
     return source
 
 
-def _tasks(source: Evidence, output: Evidence, dropped: set[str]) -> Iterator[Callable[[], Compared]]:
+def _tasks(source: Evidence, output: Evidence, dropped: set[str], read: set[int]) -> Iterator[Callable[[], Compared]]:
     for layer in sorted({*source.expert_tensors, *output.expert_tensors}):
         if not all(entry.name in dropped for entry in source.expert_tensors.get(layer, ())) or layer in output.expert_tensors:
-            yield partial(compare_layer, source, output, layer)
+            yield partial(compare_layer, source, output, layer, bits=layer in read)
     carried = [entry for entry in source.carried if entry.name not in dropped]
     for at in range(0, len(carried), _TASK_TENSORS):
         yield partial(compare_carried, source, output, carried[at : at + _TASK_TENSORS])

@@ -17,6 +17,7 @@ from r7convert.format import FIELDS, PROJECTIONS, TensorEntry
 
 REENCODED = ("lifted", "lowered", "encoded")
 """Classes whose payload is new: every one of them must be accounted for in the manifest."""
+UNREAD = "left unread by quick"
 CLASSES = {"trellis": "trellis", "suh": "vectors", "svh": "vectors", "mcg": "markers"}
 
 
@@ -46,8 +47,9 @@ class Compared:
         self.output_used |= other.output_used
 
 
-def compare_layer(source: Evidence, output: Evidence, layer: int) -> Compared:
-    """The routed experts of one layer. A trellis of another K was encoded anew: counted here, judged by numbers.
+def compare_layer(source: Evidence, output: Evidence, layer: int, *, bits: bool = True) -> Compared:
+    """The routed experts of one layer. A trellis of another K was encoded anew: counted here, judged by numbers. Without `bits`
+    the files are not read: every tensor still has to be there.
 
     Source:  FORMAT.md sections 2 and 4.
     """
@@ -75,7 +77,9 @@ def compare_layer(source: Evidence, output: Evidence, layer: int) -> Compared:
                     if name == "trellis" and (ks := (theirs.bits(expert, proj), ours.bits(expert, proj)))[0] != ks[1]:
                         done.tally("lifted" if min(ks[0]) < min(ks[1]) else "lowered", new_source)
                         continue
-                    done.tally(CLASSES[name], new_source)
+                    done.tally(CLASSES[name] if bits else UNREAD, new_source)
+                    if not bits:
+                        continue
                     whole = name == "mcg" or name == HIDDEN_FIELD[proj]
                     axis = 1 if name == "trellis" and proj != "down_proj" else 0
                     _compare(check, where, _joined(old, before, axis, whole), _joined(new, after, axis, whole))

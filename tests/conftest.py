@@ -31,6 +31,12 @@ def no_fsync(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
+def without_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For tests that judge hundreds of folders by contract and bytes: slabs are not computed."""
+    monkeypatch.setattr("r7convert.verify.check_numbers", lambda *_, **__: None)
+
+
+@pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
     """A loopback Hub, and this process's huggingface_hub turned to it. `hub.sleeps` has every wait the client asked for;
     waits are cut short so that the tests are not.

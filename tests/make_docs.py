@@ -28,7 +28,7 @@ EXAMPLE = (
     "sample r7 --mode uniform",
     "stamp r7 --check",
     "repack r7 stock --target rank-sliced --tp 2",
-    "verify stock --source r7 --tp 2",
+    "verify stock --source r7 --tp 2 --device cpu",  # the same page on a machine with a GPU
 )
 INTRO = """# Commands
 

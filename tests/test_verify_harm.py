@@ -42,6 +42,7 @@ def locate(folder: Path, name: str) -> tuple[Path, int, int]:
     raise KeyError(name)
 
 
+@pytest.mark.usefixtures("without_numbers")
 @pytest.mark.parametrize("name", OUTPUTS)
 def test_one_bit_in_each_class_of_tensor_is_found_and_named(make: Callable[[str], Made], tmp_path: Path, name: str) -> None:
     made = make(name)
@@ -133,6 +134,7 @@ def test_one_bit_in_each_file_breaks_the_seal(make: Callable[[str], Made], tmp_p
         assert f"{file}: SHA-256" in lines_of(verdict)
 
 
+@pytest.mark.usefixtures("without_numbers")
 def test_what_the_manifest_says_is_judged(make: Callable[[str], Made], tmp_path: Path) -> None:
     made = make("rank-sliced shared_h_v1")
     manifest = read_json(made.output / MANIFEST)
