@@ -169,8 +169,8 @@ def fit(problem: Problem, budget_bytes: int | None = None) -> Plan:
 
     chosen = iter([menu.expert_bits(size) for menu, size in zip(menus, sizes, strict=True)])
     layers = tuple(_settle(problem, t, t.bits[:, 0] if t.is_stock_shaped else next(chosen)) for t in problem.tables)
-    # Rounding moved each expert's cost by at most half a tick, in this plan and in the best one.
-    return Plan("fit", layers, budget, gap=math.ldexp(experts, -scale))
+    # Rounding moved each expert's cost by at most half a tick, in this plan and in the best one; nothing where all costs are zero.
+    return Plan("fit", layers, budget, gap=math.ldexp(experts, -scale) if peak else 0.0)
 
 
 def price_policies(problem: Problem, budget_bytes: int | None = None) -> dict[str, Plan | str]:
