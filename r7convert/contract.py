@@ -28,7 +28,6 @@ from r7convert.store import read_json
 Json = Any
 
 TARGETS = ("rank-sliced", "slabs", "r7", "exl3")
-READERS = ("r14", "r28")
 INDEX = "model.safetensors.index.json"
 MOST_HEADER_BYTES = 20_000_000
 ALIGNMENT = 8

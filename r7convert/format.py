@@ -43,6 +43,10 @@ TENSOR_SCHEMA = "model.layers.{L}.mlp.experts.{E}.{proj}.rank{r}.{trellis|suh|sv
 SHARED_H_SCHEMA = "model.layers.{L}.mlp.experts.shared_h.{proj}.rank{r}.{suh|svh}"
 SHARED_H_V1 = "shared_h_v1"
 PER_EXPERT_V1 = "per_expert_v1"
+STOCK_READERS = ("r14", "r28")
+"""The stock releases whose rules differ: r28 takes shared_h_v1."""
+SLICED = ("rank-sliced", "slabs")
+"""The targets with a file a layer and rank, in slab order."""
 
 # Bits of one element, by the safetensors dtype names.
 DTYPE_BITS: Mapping[str, int] = {

@@ -11,16 +11,15 @@ from r7convert import policy
 from r7convert.checkpoint import Checkpoint
 from r7convert.errors import R7Error, UnsupportedError
 from r7convert.experts import ExpertLayer, ranges
-from r7convert.format import PER_EXPERT_V1, PROJECTIONS, legal_tps
+from r7convert.format import PER_EXPERT_V1, PROJECTIONS, SLICED, legal_tps
 from r7convert.journal import MANIFEST
 from r7convert.ktable import Problem
 from r7convert.plan import plan_repack
-from r7convert.rules import SLICED
 from r7convert.stamp import TARGETS, Place, StampFiles, diagnose, repair
 
 Json = Any
 
-READERS = {
+READ_BY = {
     "r7": "R7-aware servers",
     "rank-sliced": "stock servers, r14 to r33",
     "slabs": "slab readers, open_slabs",
@@ -202,7 +201,7 @@ def _ask(checkpoint: Checkpoint, target: str) -> list[TargetAnswer]:
     choices: dict[str, Any] = {"tp": 1, "rotation_layout": PER_EXPERT_V1} if target in SLICED else {}
     try:
         plan = plan_repack(checkpoint, target=target, choose=_refuse, **choices)
-        return [TargetAnswer(target, True, True, READERS[target], "nothing", plan.payload_bytes)]
+        return [TargetAnswer(target, True, True, READ_BY[target], "nothing", plan.payload_bytes)]
     except R7Error as error:
         answers = [TargetAnswer(target, False, False, _first_line(error))]
     if target == "rank-sliced":
@@ -233,7 +232,7 @@ def _priced(checkpoint: Checkpoint, name: str, choose: Callable[[Problem], polic
     plan = plan_repack(checkpoint, target="rank-sliced", choose=chosen, **choices)
     made = seen[-1]
     cost = f"{made.lifted:,} matrices lifted, {made.lowered:,} lowered, summed error {made.error_before:.3g} -> {made.error_after:.3g}"
-    return TargetAnswer(name, True, False, READERS["rank-sliced"], cost, plan.payload_bytes)
+    return TargetAnswer(name, True, False, READ_BY["rank-sliced"], cost, plan.payload_bytes)
 
 
 def _first_line(error: R7Error) -> str:

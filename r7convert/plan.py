@@ -18,9 +18,9 @@ from r7convert import policy
 from r7convert.carry import CarriedShard, carried_shards, custom_metadata, small_files
 from r7convert.checkpoint import Checkpoint
 from r7convert.errors import FormatError, UnsupportedError, UsageError, complain
-from r7convert.format import PER_EXPERT_V1, PROJECTIONS
+from r7convert.format import PER_EXPERT_V1, PROJECTIONS, SLICED
 from r7convert.moves import LayerPlan
-from r7convert.rules import SLICED, Choose, check_choices, check_reader, choose_rotation_layout, is_moved, slab_notes, target_bits
+from r7convert.rules import Choose, check_choices, check_reader, choose_rotation_layout, is_moved, slab_notes, target_bits
 from r7convert.slab_layout import place_slabs, sidecar_header, sidecar_layer
 from r7convert.stamp import Change
 from r7convert.targets import repaired_stamp, tier_map_of

@@ -33,7 +33,7 @@ from typing import Any
 from r7convert.address import Repo, parse_repo
 from r7convert.data import data_dir
 from r7convert.errors import FormatError, InputError, Offences, R7Error, complain
-from r7convert.format import PER_EXPERT_V1, SHARED_H_V1, is_int
+from r7convert.format import PER_EXPERT_V1, SHARED_H_V1, SLICED, STOCK_READERS, is_int
 from r7convert.ktable import parse_budget
 from r7convert.sample_shape import Sample
 from r7convert.stamp import TARGETS
@@ -41,9 +41,7 @@ from r7convert.stamp import TARGETS
 Json = Any
 
 RECIPE_FORMAT = "r7convert-recipe-v1"
-READERS = ("r14", "r28")
 POLICIES = ("refuse", "lift", "fit")
-SLICED = ("rank-sliced", "slabs")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
@@ -213,7 +211,7 @@ def _convert(table: _Table | None, bad: Offences) -> Convert | None:
         return convert
     choices: tuple[tuple[str, Json, tuple[Json, ...]], ...] = (
         ("target", convert.target, TARGETS),
-        ("reader", convert.reader, READERS),
+        ("reader", convert.reader, STOCK_READERS),
         ("mixed_k", convert.mixed_k, POLICIES),
         ("rotation_layout", convert.rotation_layout, (None, SHARED_H_V1, PER_EXPERT_V1)),
     )

@@ -15,10 +15,10 @@ from r7convert.card import CARD
 from r7convert.checkpoint import CONFIG, INDEX, QUANT_CONFIG
 from r7convert.copying import Findings, Recoder, Stopped, Work, copy_file, write_layer, write_shard
 from r7convert.errors import ResourceError, UsageError, complain
+from r7convert.format import SLICED
 from r7convert.journal import MANIFEST, VERDICT, Journal, forget_journals, locked, read_journal, read_manifest
 from r7convert.plan import Plan, fingerprint
 from r7convert.progress import Progress
-from r7convert.rules import SLICED
 from r7convert.slab_layout import SIDECAR
 from r7convert.source import Payload, Step
 from r7convert.store import PARTIAL, STATE_DIR, FileRecord, check_free_space, read_json, write_json

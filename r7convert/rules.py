@@ -11,15 +11,13 @@ from r7convert import policy
 from r7convert.checkpoint import Checkpoint
 from r7convert.errors import Offences, UnsupportedError, UsageError, complain
 from r7convert.experts import HIDDEN_FIELD, ExpertLayer, ranges
-from r7convert.format import PER_EXPERT_V1, PROJECTIONS, SHARED_H_V1, TAIL_K_VALUES, check_tp, layer_of, legal_tps
+from r7convert.format import PER_EXPERT_V1, PROJECTIONS, SHARED_H_V1, SLICED, STOCK_READERS, TAIL_K_VALUES, check_tp, layer_of, legal_tps
 from r7convert.ktable import KTable, Problem
 from r7convert.moves import LayerPlan
 from r7convert.stamp import TARGETS
 
 Choose = Callable[[Problem], policy.Plan]
 
-READERS = ("r14", "r28")
-SLICED = ("rank-sliced", "slabs")
 KERNEL_TIERS = 3
 """A slab kernel takes at most three tiers, and three must be {3, 4, 5}."""
 
@@ -32,8 +30,8 @@ def check_choices(
 
     if target not in TARGETS:
         raise UsageError(complain("--target", "target", expected=f"one of {', '.join(TARGETS)}", found=target))
-    if reader not in READERS:
-        refuse("--reader", f"one of {', '.join(READERS)}", reader)
+    if reader not in STOCK_READERS:
+        refuse("--reader", f"one of {', '.join(STOCK_READERS)}", reader)
     if target in SLICED and tp is None:
         refuse("--tp", f"one of {legal_tps(checkpoint.geometry.intermediate)}", "none")
     if target == "exl3" and tp is not None:

@@ -20,12 +20,12 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from r7convert.contract import INDEX, READERS, TARGETS, Claims, check_contract
+from r7convert.contract import INDEX, TARGETS, Claims, check_contract
 from r7convert.devices import find_devices
 from r7convert.errors import FormatError, UsageError, complain
 from r7convert.evidence import Evidence, gather, is_mtp
 from r7convert.findings import Part
-from r7convert.format import is_int, parse_geometry
+from r7convert.format import STOCK_READERS, is_int, parse_geometry
 from r7convert.journal import MANIFEST, Manifest, locked, manifest_digest
 from r7convert.progress import Progress
 from r7convert.seal import check_seal
@@ -79,8 +79,8 @@ def verify(
         raise UsageError(
             complain(folder, "output", expected="a folder that r7convert wrote", found="a file" if folder.exists() else "nothing")
         )
-    if reader is not None and reader not in READERS:
-        raise UsageError(complain("--reader", "stock reader level", expected=f"one of {', '.join(READERS)}", found=reader))
+    if reader is not None and reader not in STOCK_READERS:
+        raise UsageError(complain("--reader", "stock reader level", expected=f"one of {', '.join(STOCK_READERS)}", found=reader))
     if source is not None:
         if not source.is_dir():
             raise UsageError(complain(source, "source", expected="a checkpoint folder", found="none"))
@@ -116,7 +116,7 @@ def _judge(
     digest = manifest_digest(folder) if (folder / MANIFEST).is_file() else ""
     facts = manifest.facts if manifest else {}
     target, stated_tp = facts.get("target"), facts.get("tp")
-    reader = reader or (facts["reader"] if facts.get("reader") in READERS else DEFAULT_READER)
+    reader = reader or (facts["reader"] if facts.get("reader") in STOCK_READERS else DEFAULT_READER)
     judged_tp: int = stated_tp if isinstance(stated_tp, int) and is_int(stated_tp) and stated_tp > 0 else 1
     if manifest is None:
         contract.why_skipped = compared.why_skipped = _NO_SEAL
@@ -161,8 +161,8 @@ def _check_claims(part: Part, facts: Mapping[str, Json], asked: int | None) -> N
     if asked is not None and (target != "r7" or stated is not None):
         check.expect(stated == asked, MANIFEST, "tp of this output", expected=asked, found=stated)
     if target == "rank-sliced":
-        known = facts.get("reader", DEFAULT_READER) in READERS
-        check.expect(known, MANIFEST, "reader", expected=" or ".join(READERS), found=facts.get("reader"))
+        known = facts.get("reader", DEFAULT_READER) in STOCK_READERS
+        check.expect(known, MANIFEST, "reader", expected=" or ".join(STOCK_READERS), found=facts.get("reader"))
     check.expect(facts.get("partial") is None, MANIFEST, "layers", expected="all of them", found=facts.get("partial"))
 
 
