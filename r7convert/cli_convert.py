@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from r7convert.cli_options import (
+    AGAIN,
     AsJson,
     Device,
     DryRun,
@@ -23,7 +24,7 @@ from r7convert.cli_options import (
     wants_bars,
 )
 from r7convert.errors import UsageError, complain
-from r7convert.terminal import Terminal, format_table, wrap
+from r7convert.terminal import Terminal, command, format_table, wrap
 from r7convert.units import in_bytes, in_time
 
 if TYPE_CHECKING:
@@ -113,7 +114,7 @@ def repack(
                 common["progress"] = None
             done = convert(place, output, threads=threads, link=link, team=team, **choices, **common)
             if team.is_first:
-                terminal.result(done.to_json(), _repack_lines(done, verbose))
+                terminal.result(done.to_json(), _repack_lines(done, verbose), _after_repack(done, source))
         return
     if not stream and not dry_run:
         do = f"Use --stream, or first: r7convert download {place} DIR."
@@ -132,7 +133,19 @@ def repack(
         **choices,
         **common,
     )
-    terminal.result(streamed.to_json(), _stream_lines(streamed, verbose))
+    went = streamed.url is not None and push_as_you_go
+    step = command("download", went, "DIR") + ", then verify it there" if went else _after_repack(streamed.repacked, None)
+    terminal.result(streamed.to_json(), _stream_lines(streamed, verbose), step)
+
+
+def _after_repack(done: Repacked, source: str | None) -> str:
+    """`source` is None where no folder holds it."""
+    if done.dry_run:
+        return AGAIN
+    if done.plan.is_partial:
+        return "look at it with r7convert.open_slabs; a part of a checkpoint is not for serving"
+    ranks = ("--tp", done.plan.tp) if done.plan.tp is not None else ()
+    return command("verify", done.output, *(("--source", source) if source is not None else ()), *ranks)
 
 
 def _stream_lines(streamed: Streamed, verbose: bool) -> Iterator[str]:
@@ -148,16 +161,16 @@ def _repack_lines(done: Repacked, verbose: bool) -> Iterator[str]:
     plan = done.plan
     choices = (f"tp {plan.tp}", f"reader {plan.reader}", f"rotation layout {plan.rotation_layout}")
     chosen = [f"target {plan.target}", *(choice for choice in choices if not choice.endswith(" None"))]
-    yield f"{done.output}: {', '.join(chosen)}"
+    yield from wrap(f"{done.output}: {', '.join(chosen)}")
     if verbose:
-        yield from (f"  {change}" for change in plan.changes)
+        yield from (line for change in plan.changes for line in wrap(f"  {change}"))
     rows = [(kind, f"{count:,}", in_bytes(nbytes)) for kind, (count, nbytes) in plan.accounting.items()]
     total = [sum(column) for column in zip(*plan.accounting.values(), strict=True)]
     yield from format_table(("of the source", "tensors", "bytes"), [*rows, ("all", f"{total[0]:,}", in_bytes(total[1]))])
     for note in plan.notes:
         yield from wrap(f"note: {note}")
     for name in plan.left_out:
-        yield f"left out: {name}"
+        yield from wrap(f"left out: {name}")
     if done.findings.zeros:
         yield f"note: exact zeros in {len(done.findings.zeros):,} vectors, as in the source"
     if done.findings.nonfinite:
@@ -210,8 +223,15 @@ def verify(
         verdict = judge(folder, team=team, progress=terminal.progress(), **choices)
         if not team.is_first:
             return
-        terminal.result(verdict.to_json(), _verify_lines(folder, verdict, verbose))
+        steps = _after_verify(folder, source) if verdict.ok else ()  # otherwise the error below says it
+        terminal.result(verdict.to_json(), _verify_lines(folder, verdict, verbose), *steps)
     verdict.check()
+
+
+def _after_verify(folder: Path, source: Path | None) -> tuple[str, ...]:
+    if source is None:
+        return (f"{command('verify', folder, '--source', 'SRC')}  # to compare every tensor",)
+    return (f"{command('report', folder)}  # how to serve it",)
 
 
 def _verify_lines(folder: Path, verdict: Verdict, verbose: bool) -> Iterator[str]:

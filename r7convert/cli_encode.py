@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from r7convert.cli_options import AsJson, Device, DryRun, Quiet, Verbose, parse_layers
-from r7convert.terminal import Terminal, format_table, wrap
+from r7convert.cli_options import AGAIN, AsJson, Device, DryRun, Quiet, Verbose, parse_layers
+from r7convert.terminal import Terminal, command, format_table, wrap
 from r7convert.units import in_bytes, in_time
 
 if TYPE_CHECKING:
@@ -54,7 +54,8 @@ def encode_shared(
             progress=terminal.progress(),
         )
         if team.is_first:
-            terminal.result(done.to_json(), _shared_lines(done, verbose))
+            step = command("verify", done.folder, "--source", "SRC")
+            terminal.result(done.to_json(), _shared_lines(done, verbose), AGAIN if dry_run else step)
 
 
 def _shared_lines(done: SharedReport, verbose: bool) -> Iterator[str]:
@@ -69,12 +70,12 @@ def _shared_lines(done: SharedReport, verbose: bool) -> Iterator[str]:
         yield f"note: {len(done.already):,} matrices had K{done.bits} already"
     sizes = f"{in_bytes(done.bytes_before)} -> {in_bytes(done.bytes_after)}"
     if done.estimate_s is not None:
-        yield f"would encode {sizes} on {', '.join(done.devices)}, in about {in_time(done.estimate_s)}; nothing was touched"
+        yield from wrap(f"would encode {sizes} on {', '.join(done.devices)}, in about {in_time(done.estimate_s)}; nothing was touched")
     elif not done.written:
         yield f"{done.folder}: nothing to encode"
     else:
         spent = f"{in_time(done.seconds)} on {', '.join(done.devices)}"
-        yield f"{done.folder}: {len(done.encoded):,} matrices at K{done.bits}, {sizes}, {spent}, sealed by MANIFEST.json"
+        yield from wrap(f"{done.folder}: {len(done.encoded):,} matrices at K{done.bits}, {sizes}, {spent}, sealed by MANIFEST.json")
 
 
 COMMANDS: tuple[Callable[..., None], ...] = (encode_shared,)

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from r7convert.cli_options import AsJson, DryRun, Quiet, Target, Verbose, parse_layers, wants_bars
+from r7convert.cli_options import AGAIN, AsJson, DryRun, Quiet, Target, Verbose, parse_layers, wants_bars
 from r7convert.errors import UsageError, complain
-from r7convert.terminal import Terminal
+from r7convert.terminal import Terminal, command, wrap
 from r7convert.units import in_bytes
 
 if TYPE_CHECKING:
@@ -51,7 +51,8 @@ def download(
         dry_run=dry_run,
         progress=terminal.progress(),
     )
-    terminal.result(result.to_json(), _download_lines(result, folder, verbose))
+    step = AGAIN if dry_run else command("inspect", folder)
+    terminal.result(result.to_json(), _download_lines(result, folder, verbose), step)
 
 
 def _download_lines(result: Downloaded, folder: Path, verbose: bool) -> Iterator[str]:
@@ -59,9 +60,9 @@ def _download_lines(result: Downloaded, folder: Path, verbose: bool) -> Iterator
         yield from (f"left out: {name}" for name in result.left_out)
     size, fetched = in_bytes(result.total_bytes), in_bytes(result.fetched_bytes)
     if result.dry_run:
-        yield f"{result.repo} at {result.commit}: {len(result.files)} files, {size}, of which {fetched} to fetch"
+        yield from wrap(f"{result.repo} at {result.commit}: {len(result.files)} files, {size}, of which {fetched} to fetch")
         return
-    yield f"{folder}: {len(result.files)} files, {size}, from {result.repo} at {result.commit}; {fetched} fetched"
+    yield from wrap(f"{folder}: {len(result.files)} files, {size}, from {result.repo} at {result.commit}; {fetched} fetched")
 
 
 def push(
@@ -97,14 +98,15 @@ def push(
         dry_run=dry_run,
         progress=terminal.progress(),
     )
-    terminal.result(result.to_json(), _push_lines(result, verbose))
+    step = AGAIN if dry_run else f"look at {result.url}, and merge it" if create_pr else f"look at {result.url}"
+    terminal.result(result.to_json(), _push_lines(result, verbose), step)
 
 
 def _push_lines(result: Pushed, verbose: bool) -> Iterator[str]:
     will = "would send" if result.dry_run else "sent"
     if verbose:
         yield from (f"{will}: {name}" for name in result.sent)
-    yield (
+    yield from wrap(
         f"{result.repo}@{result.ref}: {will} {len(result.sent)} files, {in_bytes(result.sent_bytes)}, in {result.commits} commits; "
         f"{result.already_there} were there"
     )
@@ -125,15 +127,18 @@ def fix_hub(
 
     terminal = _terminal(as_json, quiet, verbose)
     result = fix(_repo(repo), create_pr=create_pr, target=target, progress=terminal.progress())
-    terminal.result(result.to_json(), _fix_lines(result))
+    step = command("download", repo, "DIR") if not result.due else f"look at {result.url}, and merge it"
+    if result.due and result.url is None:
+        step = f"{command('fix-hub', repo, '--create-pr')}  # proposes the repair"
+    terminal.result(result.to_json(), _fix_lines(result), step)
 
 
 def _fix_lines(result: FixedHub) -> Iterator[str]:
-    yield from (f"  {change}" for change in result.report.repaired.changes)
+    yield from (line for change in result.report.repaired.changes for line in wrap(f"  {change}"))
     if not result.due:
         yield f"{result.repo}: the stamp is right for target {result.report.target}, nothing to change"
     elif result.url is None:
-        yield f"{result.repo}: {len(result.report.repaired.changes)} fields to change; --create-pr proposes it"
+        yield f"{result.repo}: {len(result.report.repaired.changes)} fields to change"
     else:
         yield result.url
 
@@ -160,14 +165,17 @@ def convert(
     given = locate(source) if source is not None else None
     place = work if work is not None else Path(path.stem)
     done = run(read_recipe(path), place, source=given, restart=restart, dry_run=dry_run, progress=terminal.progress())
-    terminal.result(done.to_json(), _convert_lines(done))
+    step = AGAIN if dry_run else f"look at {done.url}" if done.url else f"{command('report', done.output)}  # how to serve it"
+    terminal.result(done.to_json(), _convert_lines(done), step)
 
 
 def _convert_lines(done: Converted) -> Iterator[str]:
+    from r7convert.format import is_int
+
     yield done.title
     for name, said in done.stages.items():
-        facts = ", ".join(f"{key} {in_bytes(v) if key.endswith('bytes') else v}" for key, v in (said or {}).items())
-        yield f"  {name}: {facts}".rstrip(": ")
+        facts = ", ".join(f"{key} {in_bytes(v) if key.endswith('bytes') and is_int(v) else v}" for key, v in (said or {}).items())
+        yield from wrap(f"  {name}: {facts}".rstrip(": "))
     if done.dry_run:
         yield "nothing was touched"
     else:

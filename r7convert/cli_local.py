@@ -10,7 +10,7 @@ import typer
 
 from r7convert.cli_options import AsJson, Quiet, Source, SourceOrRepo, Target, Verbose, local_folder, open_checkpoint
 from r7convert.errors import FormatError, UnsupportedError, UsageError, complain
-from r7convert.terminal import Terminal, format_table, wrap
+from r7convert.terminal import Terminal, command, format_table, wrap
 from r7convert.units import in_bytes
 
 if TYPE_CHECKING:
@@ -63,7 +63,8 @@ def sample(
     files = sorted(folder.iterdir())
     nbytes = sum(path.stat().st_size for path in files)
     data = {"folder": str(folder), "files": len(files), "bytes": nbytes, "seed": seed, "mode": mode, "r7_layers": list(made.r7_layers)}
-    terminal.result(data, [f"{folder}: {len(files)} files, {in_bytes(nbytes)}, mode {mode}, R7 layers {_span(made.r7_layers)}"])
+    said = f"{folder}: {len(files)} files, {in_bytes(nbytes)}, mode {mode}, R7 layers {_span(made.r7_layers)}"
+    terminal.result(data, [said], command("inspect", folder))
 
 
 def inspect(
@@ -83,7 +84,8 @@ def inspect(
     found = inspect_checkpoint(open_checkpoint(source))
     if plot is not None:
         _draw(found, plot)
-    Terminal(as_json=as_json, quiet=quiet, verbose=verbose).result(found.to_json(), _inspect_lines(found, verbose))
+    terminal = Terminal(as_json=as_json, quiet=quiet, verbose=verbose)
+    terminal.result(found.to_json(), _inspect_lines(found, verbose), *_after_inspect(found, source))
 
 
 def _draw(found: Inspection, file: Path) -> None:
@@ -108,8 +110,9 @@ def _inspect_lines(found: Inspection, verbose: bool) -> Iterator[str]:
     cp, g = found.checkpoint, found.checkpoint.geometry
     yield f"{cp.where}: {len(cp.tensors):,} tensors in {len(cp.headers)} shards, {in_bytes(cp.payload_bytes)}"
     yield f"hidden {g.hidden}, intermediate {g.intermediate} (tp {', '.join(map(str, legal_tps(g.intermediate)))})"
-    yield f"{g.layers} layers, experts from {g.first_moe} on: {g.experts} routed, {g.shared_experts} shared; tensors under {cp.root}"
-    yield f"MTP: {found.mtp}"
+    experts = f"{g.experts} routed, {g.shared_experts} shared"
+    yield from wrap(f"{g.layers} layers, experts from {g.first_moe} on: {experts}; tensors under {cp.root}")
+    yield from wrap(f"MTP: {found.mtp}")
     for state, layers in found.shared_experts.items():
         yield f"shared experts: {state} in layers {ranges(layers)}"
     yield ""
@@ -131,6 +134,25 @@ def _inspect_lines(found: Inspection, verbose: bool) -> Iterator[str]:
     yield from format_table(("target", "takes it", "bytes", "who reads it or why not, and what is encoded again"), rows)
     for line in (*(f"not in the index: {name}" for name in cp.foreign), *cp.warnings):
         yield from wrap(f"note: {line}")
+
+
+def _after_inspect(found: Inspection, source: str) -> Iterator[str]:
+    from r7convert.format import SLICED
+
+    is_folder = Path(source).is_dir()
+    if is_folder and (Path(source) / "MANIFEST.json").is_file():
+        yield command("verify", source)
+        return
+    if found.stamp_due:
+        repair = command("stamp", source, "--in-place") if is_folder else command("fix-hub", source)
+        yield f"{repair}  # for R7-aware servers"
+    takes = [answer.target for answer in found.targets if answer.accepted]
+    target = next((t for t in ("rank-sliced", "slabs", "exl3", "r7") if t in takes), None)
+    if target is None:
+        yield "no target takes it; the table says why"
+    else:
+        ranks = ("--tp", "N") if target in SLICED else ()
+        yield f"{command('repack', source, 'OUT', '--target', target, *ranks)}  # or another target"
 
 
 def _census_rows(found: Inspection, verbose: bool) -> Iterator[tuple[str, ...]]:
@@ -171,7 +193,8 @@ def stamp(
     if sum((output is not None, in_place, check)) != 1:
         raise UsageError(complain("stamp", "where to", expected="one of --output DIR, --in-place, --check", found="none or several"))
     report = restamp(local_folder(source), output=output, in_place=in_place, target=target, progress=terminal.progress())
-    terminal.result(report.to_json(), _stamp_lines(report, verbose))
+    steps = () if check and report.due else (f"serve it, or {command('repack', report.folder or source, 'OUT', '--target', 'TARGET')}",)
+    terminal.result(report.to_json(), _stamp_lines(report, verbose), *steps)
     if check and report.due:
         raise FormatError(complain(source, "stamp: a repair is due", do="Use --in-place or --output."))
 
@@ -181,7 +204,7 @@ def _stamp_lines(report: Restamped, verbose: bool) -> Iterator[str]:
         if place.problems or verbose:
             yield from wrap(f"{place.name}: {'; '.join(place.problems) or ('right' if place.present else 'absent, as it should be')}")
     for change in report.repaired.changes:
-        yield f"  {change}"
+        yield from wrap(f"  {change}")
     if not report.due:
         yield f"stamp is right for target {report.target}, nothing to change"
     elif report.folder is None:
@@ -198,7 +221,8 @@ def env(as_json: AsJson = False, quiet: Quiet = False, verbose: Verbose = False)
     from r7convert.env import describe_env
 
     found = describe_env()
-    Terminal(as_json=as_json, quiet=quiet, verbose=verbose).result(found, format_table(("what", "value"), _rows("", found)))
+    terminal = Terminal(as_json=as_json, quiet=quiet, verbose=verbose)
+    terminal.result(found, format_table(("what", "value"), _rows("", found)), f"{command('env', '--json')}  # for a bug report")
 
 
 def _rows(name: str, value: Any) -> Iterator[tuple[str, str]]:

@@ -22,6 +22,7 @@ DryRun = Annotated[bool, typer.Option("--dry-run", help="Say what would be done;
 Device = Annotated[str, typer.Option(metavar="DEVICE", help="auto (every GPU, else the CPU), cuda, cuda:N or cpu.")]
 Target = Literal["r7", "rank-sliced", "slabs", "exl3"]
 Reader = Literal["r14", "r28"]
+AGAIN = "the same command without --dry-run"
 Source = Annotated[str, typer.Argument(metavar="SRC", help="A checkpoint folder.", show_default=False)]
 SourceOrRepo = Annotated[
     str, typer.Argument(metavar="SRC", help="A checkpoint folder, or org/name[@revision] on the Hub.", show_default=False)

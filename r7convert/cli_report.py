@@ -10,7 +10,7 @@ import typer
 
 from r7convert.cli_options import AsJson, Quiet, Verbose
 from r7convert.errors import ResourceError, UsageError, complain
-from r7convert.terminal import Terminal, format_table, wrap
+from r7convert.terminal import Terminal, command, format_table, wrap
 from r7convert.units import in_bytes
 
 if TYPE_CHECKING:
@@ -43,9 +43,17 @@ def report(
         from r7convert.report_png import write_pngs
 
         pictures = write_pngs(found, png)
-    terminal.result(found.to_json(), _report_lines(found, verbose))
     for path in ([html] if html is not None else []) + pictures:
         terminal.say(f"wrote {path}")
+    terminal.result(found.to_json(), _report_lines(found, verbose), _after_report(found, folder))
+
+
+def _after_report(found: Report, folder: Path) -> str:
+    if found.verdict.state == "ok":
+        return f"{command('push', folder, 'ORG/NAME')}  # to publish it"
+    if found.verdict.state == "failed":
+        return f"{command('verify', folder)}  # says why; do not serve it"
+    return command("verify", folder, "--source", "SRC")
 
 
 def write_page(path: Path, page: str) -> None:

@@ -89,11 +89,13 @@ def check_contract(folder: Path, files: Iterable[str], part: Part, claims: Claim
     {"rank-sliced": _check_rank_sliced, "slabs": _check_slabs, "r7": _check_r7, "exl3": _check_exl3}[claims.target](case)
 
     layers = sorted(evidence.expert_tensors)
-    progress.start(len(layers), "contract: payload values")
+    values = {n: sum(e.nbytes for e in evidence.expert_tensors[n] if not e.name.endswith(".trellis")) for n in layers}
+    progress.start(sum(values.values()), "contract: payload values")
     with ThreadPoolExecutor(threads) as pool:
-        for found in pool.map(lambda layer: check_layer_values(evidence, evidence.layer(layer), claims.marks), layers):
+        checked = pool.map(lambda layer: check_layer_values(evidence, evidence.layer(layer), claims.marks), layers)
+        for layer, found in zip(layers, checked, strict=True):
             part.absorb(found)
-            progress.advance(1)
+            progress.advance(values[layer], f"layer {layer}")
     part.absorb(check_dense_values(evidence, claims.marks))
     if claims.encoded:
         part.absorb(check_shared_experts(evidence, claims.encoded))

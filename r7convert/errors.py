@@ -12,7 +12,7 @@
 An interrupted run (Ctrl-C, SIGTERM) ends with 130.
 
 Messages follow one grammar: `where: what: expected X, got Y. Do Z.` A check collects all its offenders and raises
-once: `Offences` is that collection.
+once: `Offences` is that collection. Where no line of a message says what to do, its class does: `next_step`.
 """
 
 from __future__ import annotations
@@ -25,14 +25,17 @@ SHOWN_OFFENDERS = 20
 
 class R7Error(Exception):
     exit_code = 1
+    next_step = ""
 
 
 class UsageError(R7Error):
     exit_code = 2
+    next_step = "look at the command's --help"
 
 
 class InputError(R7Error):
     exit_code = 3
+    next_step = "mend or fetch again what is named, then repeat the command"
 
 
 class FormatError(InputError):
@@ -40,19 +43,22 @@ class FormatError(InputError):
 
 
 class UnsupportedError(InputError):
-    pass
+    next_step = "r7convert inspect SRC says what each target makes of it"
 
 
 class VerifyError(R7Error):
     exit_code = 4
+    next_step = "do not serve it; r7convert verify OUT --verbose lists every check"
 
 
 class ResourceError(R7Error):
     exit_code = 5
+    next_step = "see to what is named, then repeat the command: it goes on where it stopped"
 
 
 class NetworkError(R7Error):
     exit_code = 6
+    next_step = "repeat the command: it goes on where it stopped"
 
 
 def complain(where: object, what: str, *, expected: object = None, found: object = None, do: str = "") -> str:

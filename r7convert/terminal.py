@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
+import shlex
 import shutil
 import sys
 import textwrap
@@ -23,6 +25,7 @@ Json = Any
 LINE_EVERY_S = 30.0
 """On a pipe a line of progress comes no more often than this."""
 PIPE_WIDTH = 80
+_NUMBER = re.compile(r"[+-]?[\d,]+(\.\d+)?(e-?\d+)?(%| (B|kB|MB|GB|TB|s))?")
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, errno.EMFILE, errno.ENFILE, errno.EBUSY, errno.ENOMEM)
 
 
@@ -49,13 +52,16 @@ class Terminal:
         if not self.quiet:
             print(line, file=sys.stderr)
 
-    def result(self, data: Json, lines: Iterable[str]) -> None:
-        """The answer of a command: `data` as JSON, or `lines` for people."""
+    def result(self, data: Json, lines: Iterable[str], *next_steps: str) -> None:
+        """The answer of a command: `data` as JSON, or `lines` for people and, as talk, what one may do next."""
         if self.as_json:
             print(json.dumps(data, indent=2, ensure_ascii=False, allow_nan=False))
-        else:
-            for line in lines:
-                print(line)
+            return
+        for line in lines:
+            print(line)
+        sys.stdout.flush()  # talk must not come before what it follows
+        for step in next_steps:
+            self.say(f"next: {step}")
 
 
 # ---- progress ---------------------------------------------------------------------------------------------------------
@@ -84,8 +90,9 @@ class Bar(Progress):
 
         self.finish()
         self._bar = tqdm(
-            total=total_bytes, desc=label, unit="B", unit_scale=True, file=self._stream, dynamic_ncols=True, mininterval=0.2, leave=False
-        )
+            total=total_bytes, desc=label, unit="B", unit_scale=True, file=self._stream, dynamic_ncols=True, mininterval=0.2, leave=False,
+            bar_format="{desc}: {percentage:3.0f}% {bar} {n_fmt}B of {total_fmt}B, {rate_fmt}, {remaining} left{postfix}",
+        )  # fmt: skip
 
     def advance(self, nbytes: int, note: str = "") -> None:
         with self._lock:
@@ -154,20 +161,32 @@ class Lines(Progress):
 
 
 def format_table(headers: Sequence[str], rows: Iterable[Sequence[object]], *, width: int | None = None) -> list[str]:
-    """Lines of a table no wider than the terminal, or 80 columns on a pipe; cells wrap, the last column gives way first."""
+    """Lines of a table no wider than the terminal, or 80 columns on a pipe; cells wrap, the last column gives way first.
+
+    Columns after the first that hold nothing but numbers, with or without units, are flush right.
+    """
     from rich.console import Console
     from rich.table import Table
 
     width = width or stdout_width()
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="")
+    cells = [[str(cell) for cell in row] for row in rows]
     for nth, header in enumerate(headers):
-        table.add_column(header, overflow="fold", ratio=1 if nth == len(headers) - 1 else None)
-    for row in rows:
-        table.add_row(*map(str, row))
+        filled = [row[nth] for row in cells if row[nth]]
+        numbers = nth > 0 and bool(filled) and all(map(_NUMBER.fullmatch, filled))
+        is_last = nth == len(headers) - 1
+        table.add_column(header, overflow="fold", justify="right" if numbers else "left", ratio=1 if is_last and not numbers else None)
+    for row in cells:
+        table.add_row(*row)
     console = Console(width=width, color_system=None, markup=False, emoji=False, highlight=False, legacy_windows=False)
     with console.capture() as captured:
         console.print(table)
     return [line.rstrip() for line in captured.get().splitlines()]
+
+
+def command(*words: object) -> str:
+    """A command line of ours that a shell takes as it stands."""
+    return shlex.join(["r7convert", *map(str, words)])
 
 
 def stdout_width() -> int:
@@ -192,10 +211,11 @@ def report_error(error: BaseException) -> int:
     if isinstance(error, KeyboardInterrupt):
         print("interrupted: no file is left half-written, repeat the command to go on", file=sys.stderr)
         return EXIT_INTERRUPTED
+    step = ""
     if isinstance(error, R7Error):
-        lines, code = str(error).splitlines(), error.exit_code
+        lines, code, step = str(error).splitlines(), error.exit_code, error.next_step
     elif isinstance(error, OSError) and error.errno in _NO_ROOM:
-        lines, code = [f"{error.filename or 'disk'}: {error.strerror}"], ResourceError.exit_code
+        lines, code, step = [f"{error.filename or 'disk'}: {error.strerror}"], ResourceError.exit_code, ResourceError.next_step
     elif isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         lines, code = [f"out of memory: {error}. Use fewer --threads, or a smaller --layers range."], ResourceError.exit_code
     else:
@@ -204,6 +224,8 @@ def report_error(error: BaseException) -> int:
     mark = "\x1b[31merror:\x1b[0m" if has_color(sys.stderr) else "error:"
     for line in lines:
         print(f"{mark} {line}", file=sys.stderr)
+    if step and not any(line.endswith(".") for line in lines):  # no line of it says what to do
+        print(f"next: {step}", file=sys.stderr)
     return code
 
 

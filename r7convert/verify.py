@@ -185,9 +185,10 @@ def _compare(
     done = Compared(part)
     mine: list[tuple[int, Compared]] = []
     with ThreadPoolExecutor(threads) as pool:
-        for at, compared in pool.map(lambda task: (task[0], task[1]()), team.share(list(enumerate(_tasks(source, output, dropped, read))))):
+        tasks = team.share(list(enumerate(_tasks(source, output, dropped, read))))
+        for (at, (note, _)), compared in zip(tasks, pool.map(lambda task: task[1][1](), tasks), strict=True):
             mine.append((at, compared))
-            progress.advance(sum(nbytes for kind, (_, nbytes) in compared.tallies.items() if kind != UNREAD))
+            progress.advance(sum(nbytes for kind, (_, nbytes) in compared.tallies.items() if kind != UNREAD), note)
     every = [item for share in team.gather(mine, "its tensors were compared") for item in share]
     if not team.is_first:
         return source
@@ -209,13 +210,13 @@ def _compare(
     return source
 
 
-def _tasks(source: Evidence, output: Evidence, dropped: set[str], read: set[int]) -> Iterator[Callable[[], Compared]]:
+def _tasks(source: Evidence, output: Evidence, dropped: set[str], read: set[int]) -> Iterator[tuple[str, Callable[[], Compared]]]:
     for layer in sorted({*source.expert_tensors, *output.expert_tensors}):
         if not all(entry.name in dropped for entry in source.expert_tensors.get(layer, ())) or layer in output.expert_tensors:
-            yield partial(compare_layer, source, output, layer, bits=layer in read)
+            yield f"layer {layer}", partial(compare_layer, source, output, layer, bits=layer in read)
     carried = [entry for entry in source.carried if entry.name not in dropped]
     for at in range(0, len(carried), _TASK_TENSORS):
-        yield partial(compare_carried, source, output, carried[at : at + _TASK_TENSORS])
+        yield "carried tensors", partial(compare_carried, source, output, carried[at : at + _TASK_TENSORS])
 
 
 def _check_accounting(source: Evidence, output: Evidence, done: Compared, dropped: set[str], facts: Mapping[str, Json], part: Part) -> None:

@@ -97,7 +97,7 @@ def render_example() -> str:
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder), fixed_width():
         for command in EXAMPLE:
             done = CliRunner().invoke(app, command.split(), prog_name="r7convert")
-            lines.append(f"$ r7convert {command}\n{done.stdout}")
+            lines.append(f"$ r7convert {command}\n{done.output}")
             if done.exception and not isinstance(done.exception, SystemExit):
                 lines += [f"error: {line}\n" for line in str(done.exception).splitlines()]
             lines.append("\n" if command != EXAMPLE[-1] else "")

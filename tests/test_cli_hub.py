@@ -85,7 +85,8 @@ def test_download_by_endpoint_home_and_token(server: HubServer, folder: Path, tm
     assert not (tmp_path / "home" / ".cache").exists(), "HF_HOME holds"
     run(server, tmp_path, "download", REPO, "other", code=6, HF_TOKEN="")
     again = run(server, tmp_path, "download", REPO, "out")
-    assert again.stdout.endswith("; 0 B fetched\n")
+    assert " ".join(again.stdout.split()).endswith("; 0 B fetched")
+    assert again.stderr == "next: r7convert inspect out\n"
 
 
 def test_offline_holds(server: HubServer, folder: Path, tmp_path: Path) -> None:
@@ -172,6 +173,7 @@ def test_push_prints_the_commit_and_nothing_private(server: HubServer, folder: P
     done = run(server, tmp_path, "push", folder, "org/out", "--private", "--tag", "v1")
     commit = server.repos["org/out"].branches["main"]
     assert done.stdout.splitlines()[-1] == f"{server.url}/org/out/commit/{commit}"
+    assert done.stderr.splitlines()[-1] == f"next: look at {done.stdout.splitlines()[-1]}"
     assert server.repos["org/out"].tags == {"v1": commit}
     rehearsed = json.loads(run(server, tmp_path, "push", folder, "org/out@dev", "--dry-run", "--json").stdout)
     assert (rehearsed["commits"], rehearsed["sent"]) == (0, [])
@@ -205,9 +207,9 @@ def test_a_push_killed_between_commits_is_finished_by_the_next(server: HubServer
 
 def test_fix_hub(server: HubServer, folder: Path, tmp_path: Path) -> None:
     server.add_repo(REPO, {p.name: p.read_bytes() for p in folder.iterdir() if p.name not in ("MANIFEST.json", "VERDICT.json")})
-    shown = run(server, tmp_path, "fix-hub", REPO).stdout
-    assert "config.json: quantization_config.quant_method: 'modelopt' -> 'exl3'" in shown
-    assert "--create-pr proposes it" in shown
+    shown = run(server, tmp_path, "fix-hub", REPO)
+    assert "config.json: quantization_config.quant_method: 'modelopt' -> 'exl3'" in shown.stdout
+    assert shown.stderr == f"next: r7convert fix-hub {REPO} --create-pr  # proposes the repair\n"
     assert run(server, tmp_path, "fix-hub", REPO, "--create-pr").stdout.splitlines()[-1] == f"{server.url}/{REPO}/discussions/1"
     assert json.loads(run(server, tmp_path, "fix-hub", f"{REPO}@refs/pr/1", "--json").stdout)["due"] is False
 
@@ -252,6 +254,7 @@ def test_a_stream_that_is_killed_is_finished_by_the_next(server: HubServer, fold
     assert not (tmp_path / "out" / "MANIFEST.json").exists()
     done = run(server, tmp_path, *words)
     assert "on disk besides what stays" in done.stdout
+    assert done.stderr.splitlines()[-1] == "next: r7convert verify out"
     assert not (tmp_path / "out" / ".r7convert").exists()
     run(server, tmp_path, "verify", "out")
     assert run(server, tmp_path, *words[:-1], "20 apples", code=2).stderr.startswith(

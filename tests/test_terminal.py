@@ -8,10 +8,12 @@ import threading
 import pytest
 
 from r7convert import terminal
-from r7convert.errors import FormatError, NetworkError, Offences, ResourceError, UsageError, VerifyError
+from r7convert.errors import FormatError, InputError, NetworkError, Offences, ResourceError, UnsupportedError, UsageError, VerifyError
 from r7convert.progress import Progress
 from r7convert.terminal import Bar, Lines, Terminal, format_table, report_error
 from r7convert.units import in_bytes, in_time
+
+NO_ROOM = f"next: {ResourceError.next_step}\n"
 
 
 class Tty(io.StringIO):
@@ -78,7 +80,9 @@ def test_bar_draws_bytes_and_layer_and_counts_over_threads() -> None:
     text = out.getvalue()
     assert "repack" in text
     assert "layer 7" in text
-    assert "4.00k/4.00k" in text
+    assert "100% " in text
+    assert "4.00kB of 4.00kB, " in text
+    assert "B/s, 00:00 left, layer 7" in text
     assert "a word\n" in text
 
 
@@ -90,12 +94,13 @@ def test_the_switches_choose_the_progress(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_results_are_lines_or_json_and_talk_is_on_stderr(capsys: pytest.CaptureFixture[str]) -> None:
-    Terminal().result({"a": 1}, ["one", "two"])
+    Terminal().result({"a": 1}, ["one", "two"], "do this")
     Terminal().say("talk")
-    Terminal(quiet=True).say("silenced")
-    assert capsys.readouterr() == ("one\ntwo\n", "talk\n")
-    Terminal(as_json=True).result({"a": ["ü"]}, ["one"])
-    assert json.loads(capsys.readouterr().out) == {"a": ["ü"]}
+    Terminal(quiet=True).result({}, [], "silenced")
+    assert capsys.readouterr() == ("one\ntwo\n", "next: do this\ntalk\n")
+    Terminal(as_json=True).result({"a": ["ü"]}, ["one"], "do this")
+    shown = capsys.readouterr()
+    assert (json.loads(shown.out), shown.err) == ({"a": ["ü"]}, "")
 
 
 def test_a_table_fits_its_width_and_loses_nothing() -> None:
@@ -109,16 +114,27 @@ def test_a_table_fits_its_width_and_loses_nothing() -> None:
     assert max(map(len, format_table(("a", "b"), [("y" * 70, "z" * 70)]))) <= 80
 
 
+def test_numbers_of_a_table_are_flush_right() -> None:
+    rows = [("a", "1,204", "9 B", "1"), ("b", "3", "12.5 MB", "K3")]
+    assert format_table(("n", "tensors", "size", "last"), rows) == [
+        "n  tensors     size  last",
+        "a    1,204      9 B  1",
+        "b        3  12.5 MB  K3",
+    ]
+
+
 @pytest.mark.parametrize(
     ("error", "code", "text"),
     [
-        (UsageError("--tp: tp: expected 2, got 3"), 2, "error: --tp: tp: expected 2, got 3\n"),
-        (FormatError("one\ntwo"), 3, "error: one\nerror: two\n"),
-        (VerifyError("x"), 4, "error: x\n"),
-        (ResourceError("x"), 5, "error: x\n"),
-        (NetworkError("x"), 6, "error: x\n"),
-        (OSError(errno.ENOSPC, "No space left on device", "/out/f"), 5, "error: /out/f: No space left on device\n"),
-        (PermissionError(errno.EACCES, "Permission denied", "/out"), 5, "error: /out: Permission denied\n"),
+        (UsageError("--tp: tp: expected 2, got 3"), 2, f"error: --tp: tp: expected 2, got 3\nnext: {UsageError.next_step}\n"),
+        (FormatError("one\ntwo"), 3, f"error: one\nerror: two\nnext: {InputError.next_step}\n"),
+        (FormatError("one. Do this.\ntwo"), 3, "error: one. Do this.\nerror: two\n"),
+        (UnsupportedError("x"), 3, f"error: x\nnext: {UnsupportedError.next_step}\n"),
+        (VerifyError("x"), 4, f"error: x\nnext: {VerifyError.next_step}\n"),
+        (ResourceError("x"), 5, f"error: x\n{NO_ROOM}"),
+        (NetworkError("x"), 6, f"error: x\nnext: {NetworkError.next_step}\n"),
+        (OSError(errno.ENOSPC, "No space left on device", "/out/f"), 5, f"error: /out/f: No space left on device\n{NO_ROOM}"),
+        (PermissionError(errno.EACCES, "Permission denied", "/out"), 5, f"error: /out: Permission denied\n{NO_ROOM}"),
         (MemoryError("4 GiB"), 5, "error: out of memory: 4 GiB. Use fewer --threads, or a smaller --layers range.\n"),
         (ValueError("odd"), 1, "error: unexpected ValueError: odd\nerror: Please report it, with the traceback that R7_DEBUG=1 prints.\n"),
         (KeyboardInterrupt(), 130, "interrupted: no file is left half-written, repeat the command to go on\n"),
@@ -137,9 +153,10 @@ def test_many_offenders_are_cut_to_twenty_and_a_count(capsys: pytest.CaptureFixt
         bad.check()
     report_error(caught.value)
     shown = capsys.readouterr().err.splitlines()
-    assert len(shown) == 21
+    assert len(shown) == 22
     assert shown[0] == "error: t0: dtype: expected I16, got I32"
-    assert shown[-1] == "error: ... and 13 more"
+    assert shown[-2] == "error: ... and 13 more"
+    assert shown[-1] == f"next: {FormatError.next_step}"
 
 
 def test_debug_gives_the_traceback_and_no_color_is_heeded(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
