@@ -12,22 +12,26 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from r7convert.errors import FormatError, Offences, complain
-from r7convert.experts import ExpertLayer, LayerNames, build_layer
+from r7convert.errors import SHOWN_OFFENDERS, FormatError, Offences, complain
+from r7convert.experts import ExpertLayer
 from r7convert.format import (
     Geometry,
     R7Block,
     SharedExpertName,
     Tail,
     TensorEntry,
+    is_expert_name,
     layer_of,
-    parse_geometry,
+    mtp_layer,
     parse_name,
     parse_r7_block,
     parse_tail,
 )
+from r7convert.geometry import parse_geometry
+from r7convert.kinds import Kind, Signs, check_layers, check_modules, check_signs, check_storage, read_signs
 from r7convert.sidecars import check_bit_map, check_tail_map
-from r7convert.source import Folder, Source, collect
+from r7convert.signs import LayerNames, build_layer
+from r7convert.source import Folder, Source, collect, compare_payloads
 from r7convert.store import Header, check_plain_name
 
 Json = Any
@@ -37,7 +41,6 @@ CONFIG = "config.json"
 QUANT_CONFIG = "quantization_config.json"
 HF_QUANT_CONFIG = "hf_quant_config.json"
 SHARD = ".safetensors"
-_DENSE_TRELLIS = ".trellis"
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +66,7 @@ class Mtp:
     @property
     def problem(self) -> str | None:
         """Why declaration and tensors do not agree, or None. A plan refuses it unless it drops the layers."""
-        if bool(self.declared) == bool(self.names):
+        if self.declared == len(self.layers):
             return None
         expected = f"tensors of {self.declared} MTP layers" if self.declared else "no MTP tensors, since num_nextn_predict_layers is 0"
         found = f"{len(self.names)} tensors" + (f" of layers {list(self.layers)}" if self.layers else "") if self.names else "none"
@@ -77,6 +80,7 @@ class Checkpoint:
     """
 
     source: Source
+    kind: Kind
     sizes: Mapping[str, int]
     config: Mapping[str, Json]
     quantization: Mapping[str, Json] | None
@@ -146,38 +150,36 @@ def build_checkpoint(source: Source) -> Checkpoint:
     tail = parse_tail(config["hybrid_tr3_tail"]) if config.get("hybrid_tr3_tail") is not None else None
     if tail is not None and tail.experts != geometry.experts:
         raise FormatError(complain(f"{CONFIG}: hybrid_tr3_tail", "experts_per_layer", expected=geometry.experts, found=tail.experts))
+    places = {f"{CONFIG}: quantization_config": embedded_quantization(config), QUANT_CONFIG: file_block}
+    signs = read_signs({place: found for place, found in places.items() if found is not None}, r7, tail)
 
     bad = Offences()
     weight_map, index_metadata = _read_index(source, sizes, bad)
     shards = sorted(set(weight_map.values()))
     headers = {header.file: header for header in source.headers(shards)}
-    tensors = _match_index(weight_map, headers, bad)
+    tensors = _match_index(source, weight_map, headers, bad)
     bad.check()
 
-    layers, shared, dense = _sort_tensors(tensors, bad)
-    slabs = (block or {}).get("r7convert_slabs")
-    experts = {}
-    for layer in sorted(layers):
-        promise = _promised_form(layer, r7, tail, slabs)
-        if promise is None:
-            example = layers[layer][0][1]
-            what = f"routed experts of layer {layer}, which neither r7_routed_experts nor hybrid_tr3_tail covers"
-            bad.add(f"{example.file}: {example.name}", what, do="Repair moe_layers.")
-        elif (built := build_layer(layer, layers[layer], geometry, bad, form=promise)) is not None:
-            experts[layer] = built
-    roots = {layer.root for layer in experts.values()}
+    check_signs(signs, tensors, geometry, bad)
+    layers, shared, elsewhere = _sort_tensors(tensors, geometry, bad)
+    experts = _build_layers(layers, signs, geometry, bad)
+    roots = {layer.root for layer in experts.values() if layer.layer < geometry.layers} or {layer.root for layer in experts.values()}
     if len(roots) > 1:
         bad.add(source.where, "tensor root", expected="one", found=sorted(roots))
-    _check_blocks(r7, tail, experts, geometry, bad)
+    dense = check_modules(tensors, bad)
+    if experts and not bad:
+        check_layers(signs, experts, elsewhere, geometry, bad)
     warnings = check_bit_map(r7, experts, source, sizes, bad)
+    warnings += check_storage(signs, tensors, [layer.base for layer in experts.values() if layer.tp is not None], bad)
     if tail is not None:
         check_tail_map(tail, experts, source, sizes, bad)
     bad.check()
 
-    mtp_names = {name: at for name in tensors if (at := mtp_layer(name, geometry)) is not None}
+    mtp_names = {name: at for name in tensors if (at := mtp_layer(name, geometry.layers)) is not None}
     mtp = Mtp(geometry.mtp_layers, tuple(sorted(set(mtp_names.values()))), frozenset(mtp_names))
     return Checkpoint(
         source=source,
+        kind=signs.kind if experts else "other",
         sizes=sizes,
         config=config,
         quantization=block,
@@ -207,14 +209,6 @@ def embedded_quantization(config: Mapping[str, Json]) -> Mapping[str, Json] | No
         if isinstance(place, Mapping) and isinstance(place.get("quantization_config"), Mapping):
             return place["quantization_config"]  # type: ignore[no-any-return]
     return None
-
-
-def mtp_layer(name: str, geometry: Geometry) -> int | None:
-    """The MTP layer a tensor belongs to, or None: layers from num_hidden_layers on, and everything under `mtp.`."""
-    layer = layer_of(name)
-    if name.startswith(("mtp.", "model.mtp.")):
-        return geometry.layers + (layer or 0)
-    return layer if layer is not None and layer >= geometry.layers else None
 
 
 def _object(source: Source, name: str) -> dict[str, Json]:
@@ -261,13 +255,19 @@ def _read_index(source: Source, sizes: Mapping[str, int], bad: Offences) -> tupl
     return weight_map, metadata if isinstance(metadata, dict) else {}
 
 
-def _match_index(weight_map: Mapping[str, str], headers: Mapping[str, Header], bad: Offences) -> dict[str, TensorEntry]:
-    """Every tensor of the indexed shards, after comparing index and headers in both directions."""
+def _match_index(source: Source, weight_map: Mapping[str, str], headers: Mapping[str, Header], bad: Offences) -> dict[str, TensorEntry]:
+    """Every tensor of the indexed shards, after comparing index and headers in both directions.
+
+    A tensor in two shards is refused though the index names one of them, for readers do not agree on which counts: vLLM takes the
+    last shard's, others the index's. Whether it makes a difference is said, which is the only payload that is read here.
+    """
     tensors: dict[str, TensorEntry] = {}
     for header in headers.values():
         for name, entry in header.tensors.items():
             if name in tensors:
-                bad.add(name, "tensor in two shards", expected="one", found=f"{tensors[name].file} and {header.file}")
+                same = f", {compare_payloads(source, tensors[name], entry)}" if len(bad) < SHOWN_OFFENDERS else ""
+                found = f"{tensors[name].file} and {header.file}{same}"
+                bad.add(name, "tensor in two shards", expected=f"one, {weight_map.get(name)} by the index", found=found)
             elif name not in weight_map:
                 bad.add(f"{header.file}: {name}", f"tensor is not in {INDEX}", do="The index is stale: fetch the right one.")
             tensors[name] = entry
@@ -280,71 +280,49 @@ def _match_index(weight_map: Mapping[str, str], headers: Mapping[str, Header], b
 
 
 def _sort_tensors(
-    tensors: Mapping[str, TensorEntry], bad: Offences
-) -> tuple[dict[int, LayerNames], dict[int, list[tuple[SharedExpertName, TensorEntry]]], dict[str, int]]:
-    """Tensors by what their names say: routed experts and shared experts by layer; dense modules with a trellis, and their K."""
+    tensors: Mapping[str, TensorEntry], geometry: Geometry, bad: Offences
+) -> tuple[dict[int, LayerNames], dict[int, list[tuple[SharedExpertName, TensorEntry]]], set[int]]:
+    """Tensors by what their names say: EXL3 routed experts and shared experts by layer, and the layers whose routed experts are not
+    EXL3. MTP layers count from num_hidden_layers on, whatever their names do.
+    """
     layers: dict[int, LayerNames] = {}
     shared: dict[int, list[tuple[SharedExpertName, TensorEntry]]] = {}
-    dense: dict[str, int] = {}
-    strangers: list[TensorEntry] = []
+    strangers: dict[int, TensorEntry] = {}
     for name, entry in tensors.items():
         parsed = parse_name(name)
-        if isinstance(parsed, SharedExpertName):
-            shared.setdefault(parsed.layer, []).append((parsed, entry))
-        elif parsed is not None:
-            layers.setdefault(parsed.layer, []).append((parsed, entry))
+        if parsed is not None:
+            at = mtp_layer(name, geometry.layers)
+            at = parsed.layer if at is None else at
+            if isinstance(parsed, SharedExpertName):
+                shared.setdefault(at, []).append((parsed, entry))
+            else:
+                layers.setdefault(at, []).append((parsed, entry))
         elif "sqg" in name.lower():
             bad.add(f"{entry.file}: {name}", "sqg marker", expected="none", found=name.rsplit(".", 1)[-1], do="SQG is another codec.")
-        elif ".mlp.experts." in name:
-            strangers.append(entry)
-        elif name.endswith(_DENSE_TRELLIS) and len(entry.shape) == 3:
-            dense[name.removesuffix(_DENSE_TRELLIS)] = entry.shape[2] // 16
-    for entry in strangers:
+        elif is_expert_name(name):
+            at = mtp_layer(name, geometry.layers)
+            strangers.setdefault(layer_of(name) or 0 if at is None else at, entry)
+    for layer, entry in strangers.items():
         # Experts that are no EXL3 (a BF16 MTP layer) are carried; beside EXL3 ones in the same layer they are a mistake.
-        if layer_of(entry.name) in layers:
+        if layer in layers:
             bad.add(f"{entry.file}: {entry.name}", "unknown tensor among the routed experts of an EXL3 layer")
-    return layers, shared, dense
+    return layers, shared, set(strangers)
 
 
-def _promised_form(layer: int, r7: R7Block | None, tail: Tail | None, slabs: Json) -> Any:
-    """What the config says the layer's experts look like; None where it says nothing."""
-    in_r7 = r7 is not None and r7.moe_layers[0] <= layer <= r7.moe_layers[1]
-    in_tail = tail is not None and tail.moe_layers[0] <= layer <= tail.moe_layers[1]
-    if in_r7 and in_tail:
-        return "either"
-    if in_r7:
-        return "whole"
-    if in_tail or slabs is not None:
-        return "ranked"
-    return "either" if r7 is None and tail is None else None
-
-
-def _check_blocks(r7: R7Block | None, tail: Tail | None, experts: Mapping[int, ExpertLayer], geometry: Geometry, bad: Offences) -> None:
-    """Blocks against payload: every layer they name is there, K and tp are what they say."""
-    for name, block in (("r7_routed_experts", r7), ("hybrid_tr3_tail", tail)):
-        first, last = block.moe_layers if block is not None else (0, -1)
-        limit = geometry.layers + max(geometry.mtp_layers, 1)
-        if last >= limit:
-            bad.add(f"{CONFIG}: {name}", "moe_layers", expected=f"layers below {limit}", found=[first, last])
-            continue
-        for layer in range(first, last + 1):
-            if layer in experts:
-                continue
-            is_absent_mtp = layer >= geometry.layers  # said by Mtp.problem, where --drop-mtp can answer
-            if not is_absent_mtp and not bad.lines:
-                bad.add(f"layer {layer}", f"no routed experts, though {name} covers it", expected=geometry.experts, found=0)
-    for found in experts.values():
-        ranked = found.tp is not None
-        block = tail if ranked else r7
-        if block is None:
-            continue
-        name = "hybrid_tr3_tail" if ranked else "r7_routed_experts"
-        for expert, row in enumerate(found.bits):
-            if outside := sorted(set(row) - set(block.k_values)):
-                where = f"{found.root}.{found.layer}.mlp.experts.{expert}"
-                bad.add(where, "K", expected=f"one of {list(block.k_values)}, as {name} says", found=outside)
-        if tail is not None and ranked and found.tp != tail.tp:
-            bad.add(f"layer {found.layer}", "ranks", expected=f"tp {tail.tp}, as {name} says", found=found.tp)
+def _build_layers(layers: Mapping[int, LayerNames], signs: Signs, geometry: Geometry, bad: Offences) -> dict[int, ExpertLayer]:
+    experts = {}
+    for layer in sorted(layers):
+        promise = signs.promise(layer)
+        if promise is None:
+            name, entry = layers[layer][0]
+            said = "neither r7_routed_experts nor hybrid_tr3_tail covers" if signs.r7 or signs.tail else "nothing in config.json declares"
+            do = "Repair moe_layers." if signs.r7 or signs.tail else "Add the quantization_config that belongs to them."
+            form = "whole matrices" if name.rank is None else f"rank {name.rank}"
+            what = f"routed experts of layer {layer}, which {said}"
+            bad.add(f"{entry.file}: {entry.name}", what, expected=signs.stated(), found=form, do=do)
+        elif (built := build_layer(layer, layers[layer], geometry, bad, promise)) is not None:
+            experts[layer] = built
+    return experts
 
 
 def _shared_experts(found: Mapping[int, Iterable[tuple[SharedExpertName, TensorEntry]]]) -> dict[int, SharedExpert]:

@@ -21,7 +21,8 @@ from r7convert.contract_slabs import check_pointer, check_sidecar_head, check_sl
 from r7convert.contract_values import check_dense_values, check_layer_values, check_shared_experts
 from r7convert.evidence import Evidence, LayerExperts, gather
 from r7convert.findings import Part
-from r7convert.format import PROJECTIONS, R7_K_VALUES, SHARED_H_V1, TAIL_K_VALUES, Geometry, layer_of, parse_geometry
+from r7convert.format import PROJECTIONS, R7_K_VALUES, SHARED_H_V1, TAIL_K_VALUES, Geometry, layer_of
+from r7convert.geometry import parse_geometry
 from r7convert.progress import Progress
 from r7convert.store import read_json
 

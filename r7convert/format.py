@@ -24,16 +24,18 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from r7convert.errors import FormatError, UnsupportedError, complain
+from r7convert.families import CANONICAL, GATE_UP_DOWN, SPELLINGS
 
 Json = Any
 
-PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+PROJECTIONS = GATE_UP_DOWN
 FIELDS = ("trellis", "suh", "svh", "mcg")
 TILE = 16
 HADAMARD = 128
 MCG_MULTIPLIER = 0xCBAC1FED
 MCG_MARKER = MCG_MULTIPLIER - (1 << 32)
-MUL1_MARKER = 0x83DCD12D - (1 << 32)
+MUL1_MULTIPLIER = 0x83DCD12D
+MUL1_MARKER = MUL1_MULTIPLIER - (1 << 32)
 
 R7_SCHEMA = "r7-complete-v2-checkpoint-v1"
 R7_K_VALUES = frozenset({3, 4, 5})
@@ -85,7 +87,10 @@ def tensor_nbytes(dtype: str, shape: Sequence[int]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class ExpertName:
-    """A tensor of one routed expert: `{root}.{layer}.mlp.experts.{expert}.{proj}[.rank{rank}].{field}`."""
+    """A tensor of one routed expert: `{root}.{layer}.mlp.experts.{expert}.{proj}[.rank{rank}].{field}`.
+
+    `proj` is gate_proj, up_proj or down_proj whatever the family's words are; `spelling` is a key of families.SPELLINGS.
+    """
 
     root: str
     layer: int
@@ -93,10 +98,16 @@ class ExpertName:
     proj: str
     field: str
     rank: int | None = None
+    spelling: str = CANONICAL
+
+    @property
+    def base(self) -> str:
+        """What the names of all experts of the layer begin with."""
+        return f"{self.root}.{self.layer}.{self.spelling}.experts"
 
     @property
     def module(self) -> str:
-        return f"{self.root}.{self.layer}.mlp.experts.{self.expert}.{self.proj}"
+        return f"{self.base}.{self.expert}.{SPELLINGS[self.spelling].routed[PROJECTIONS.index(self.proj)]}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,54 +125,87 @@ class SharedVectorName:
     proj: str | None = None
     rank: int | None = None
 
+    @property
+    def base(self) -> str:
+        return f"{self.root}.{self.layer}.{CANONICAL}.experts"
+
 
 @dataclass(frozen=True, slots=True)
 class SharedExpertName:
-    """A tensor of the shared expert: `{root}.{layer}.mlp.{shared_experts|shared_expert}.{proj}.{field}`."""
+    """A tensor of the shared expert: `{root}.{layer}.mlp.{shared_experts|shared_expert}.{proj}.{field}`, `proj` as for ExpertName."""
 
     root: str
     layer: int
     module: str
     proj: str
     field: str
+    spelling: str = CANONICAL
 
 
-_ROOT = r"(?P<root>[A-Za-z0-9_.]*\blayers)\.(?P<layer>0|[1-9]\d{0,5})\.mlp\."
-_PROJ = r"(?P<proj>gate_proj|up_proj|down_proj)"
+_ROOT = rf"(?P<root>[A-Za-z0-9_.]*\blayers|mtp)\.(?P<layer>0|[1-9]\d{{0,5}})\.(?P<block>{'|'.join(SPELLINGS)})\."
+_WORDS = "|".join(dict.fromkeys(word for row in SPELLINGS.values() for word in (*row.routed, *row.shared)))
+_PROJ = rf"(?P<proj>{_WORDS})"
 _RANK = r"\.rank(?P<rank>0|[1-9]\d{0,3})"
-_EXPERT = re.compile(_ROOT + rf"experts\.(?P<expert>0|[1-9]\d{{0,5}})\.{_PROJ}(?:{_RANK})?\.(?P<field>trellis|suh|svh|mcg|mul1)")
+_EXPERT = re.compile(_ROOT + rf"experts\.(?P<expert>0|[1-9]\d{{0,5}})\.{_PROJ}(?:{_RANK})?\.(?P<field>trellis|suh|svh|mcg|mul1|su|sv)")
 _R7_SHARED = re.compile(_ROOT + r"experts\.r7_shared\.(?P<field>gate_up_suh|down_svh)")
 _SHARED_H = re.compile(_ROOT + rf"experts\.shared_h\.{_PROJ}{_RANK}\.(?P<field>suh|svh)")
 _SHARED_EXPERT = re.compile(
-    _ROOT
-    + r"(?P<module>shared_experts?)\.(?P<proj>gate_proj|up_proj|down_proj|gate_up_proj)\.(?P<field>weight|trellis|suh|svh|mcg|mul1|bias)"
+    _ROOT + rf"(?P<module>shared_\w+)\.(?P<proj>{_WORDS}|gate_up_proj)\.(?P<field>weight|trellis|suh|svh|mcg|mul1|su|sv|bias)"
 )
+_AMONG_EXPERTS = re.compile(rf"\.(?:{'|'.join(SPELLINGS)})\.experts\.")
 RANK_SUFFIX = re.compile(r"\.rank(\d+)\.[^.]+$")
 LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+_MTP = re.compile(r"(?:model\.|language_model\.)*mtp\.(?:layers\.)?(?:(\d+)\.)?")
 
 ParsedName = ExpertName | SharedVectorName | SharedExpertName
 
 
 def parse_name(name: str) -> ParsedName | None:
     """What a tensor name says, or None for a tensor that is no part of an expert."""
-    if ".mlp." not in name:
+    if "expert" not in name and ".shared_mlp." not in name:
         return None
     if m := _EXPERT.fullmatch(name):
-        rank = m["rank"]
-        return ExpertName(m["root"], int(m["layer"]), int(m["expert"]), m["proj"], m["field"], None if rank is None else int(rank))
-    if m := _R7_SHARED.fullmatch(name):
-        return SharedVectorName(m["root"], int(m["layer"]), "r7", m["field"])
-    if m := _SHARED_H.fullmatch(name):
-        return SharedVectorName(m["root"], int(m["layer"]), "shared_h", m["field"], m["proj"], int(m["rank"]))
+        words = SPELLINGS[m["block"]].routed
+        if m["proj"] not in words:
+            return None
+        proj = PROJECTIONS[words.index(m["proj"])]
+        rank = None if m["rank"] is None else int(m["rank"])
+        return ExpertName(m["root"], int(m["layer"]), int(m["expert"]), proj, m["field"], rank, m["block"])
     if m := _SHARED_EXPERT.fullmatch(name):
-        return SharedExpertName(m["root"], int(m["layer"]), m["module"], m["proj"], m["field"])
-    return None
+        row = SPELLINGS[m["block"]]
+        if m["module"] not in row.modules or m["proj"] not in (*row.shared, "gate_up_proj"):
+            return None
+        proj = PROJECTIONS[row.shared.index(m["proj"])] if m["proj"] in row.shared else m["proj"]
+        return SharedExpertName(m["root"], int(m["layer"]), m["module"], proj, m["field"], m["block"])
+    m = _R7_SHARED.fullmatch(name) or _SHARED_H.fullmatch(name)
+    if m is None or m["block"] != CANONICAL:
+        return None
+    if m.re is _R7_SHARED:
+        return SharedVectorName(m["root"], int(m["layer"]), "r7", m["field"])
+    if m["proj"] not in PROJECTIONS:
+        return None
+    return SharedVectorName(m["root"], int(m["layer"]), "shared_h", m["field"], m["proj"], int(m["rank"]))
+
+
+def is_expert_name(name: str) -> bool:
+    """Whether a tensor stands among routed experts, in any form and family: BF16 weights and unknown names too."""
+    return _AMONG_EXPERTS.search(name) is not None
 
 
 def layer_of(name: str) -> int | None:
     """The decoder layer a tensor belongs to, or None (embeddings, head, final norm)."""
     m = LAYER.search(name)
     return int(m[1]) if m else None
+
+
+def mtp_layer(name: str, layers: int) -> int | None:
+    """The MTP layer a tensor belongs to, or None: layers from `layers` (num_hidden_layers) on, and everything under `mtp.`, whose
+    own numbers count from there.
+    """
+    if m := _MTP.match(name):
+        return layers + int(m[1] or 0)
+    layer = layer_of(name)
+    return layer if layer is not None and layer >= layers else None
 
 
 def expert_module(root: str, layer: int, expert: int, proj: str) -> str:
@@ -182,63 +226,26 @@ def shared_h_name(root: str, layer: int, proj: str, rank: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """The sizes that config.json states. `first_moe` is the first layer with routed experts, layers before it are dense."""
+    """The sizes that config.json states. `moe_layers` are those of layers 0..layers-1 that it says have routed experts."""
 
     hidden: int
     intermediate: int
     experts: int
     shared_experts: int
     layers: int
-    first_moe: int
+    moe_layers: tuple[int, ...]
     mtp_layers: int
     nested: bool
     """True where the sizes stand under `text_config` (vision wrappers)."""
+
+    @property
+    def first_moe(self) -> int:
+        return self.moe_layers[0] if self.moe_layers else self.layers
 
 
 def is_int(value: object) -> bool:
     """A real JSON integer: bool and float are refused, for readers truncate them in silence."""
     return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _int_field(config: Mapping[str, Json], where: str, names: Sequence[str], default: int | None = None, least: int = 1) -> int:
-    for name in names:
-        if config.get(name) is not None:
-            value = config[name]
-            if not is_int(value) or value < least:
-                raise FormatError(complain(where, name, expected=f"an integer of at least {least}", found=repr(value)))
-            return int(value)
-    if default is None:
-        raise FormatError(
-            complain(where, "geometry", expected=" or ".join(names), found="none of them", do="Is this a mixture-of-experts config?")
-        )
-    return default
-
-
-def parse_geometry(config: Mapping[str, Json], where: str = "config.json") -> Geometry:
-    """Sizes from config.json, from its `text_config` where that is the one that holds them.
-
-    Raises:  FormatError for a missing or non-integer size, UnsupportedError where H or I is no multiple of 128.
-    Source:  FORMAT.md sections 1 and 2.
-    """
-    text = config.get("text_config")
-    nested = isinstance(text, Mapping) and "hidden_size" in text
-    sizes = text if nested and isinstance(text, Mapping) else config
-    if nested:
-        where = f"{where}: text_config"
-    geometry = Geometry(
-        hidden=_int_field(sizes, where, ("hidden_size",)),
-        intermediate=_int_field(sizes, where, ("moe_intermediate_size",)),
-        experts=_int_field(sizes, where, ("n_routed_experts", "num_experts", "num_local_experts")),
-        shared_experts=_int_field(sizes, where, ("n_shared_experts", "num_shared_experts"), default=0, least=0),
-        layers=_int_field(sizes, where, ("num_hidden_layers",)),
-        first_moe=_int_field(sizes, where, ("first_k_dense_replace",), default=0, least=0),
-        mtp_layers=_int_field(sizes, where, ("num_nextn_predict_layers", "mtp_num_hidden_layers"), default=0, least=0),
-        nested=nested,
-    )
-    for name, size in (("hidden_size", geometry.hidden), ("moe_intermediate_size", geometry.intermediate)):
-        if size % HADAMARD:
-            raise UnsupportedError(complain(where, name, expected=f"a multiple of {HADAMARD}", found=size))
-    return geometry
 
 
 def legal_tps(intermediate: int) -> list[int]:
@@ -264,10 +271,10 @@ def expected_shape(geometry: Geometry, proj: str, field: str, bits: int, tp: int
     """Shape of one expert tensor on one rank (tp=1: the whole matrix); FORMAT.md sections 2 and 4."""
     hidden, inner = geometry.hidden, geometry.intermediate // tp
     rows, cols = (inner, hidden) if proj == "down_proj" else (hidden, inner)
-    return {"trellis": (rows // TILE, cols // TILE, TILE * bits), "suh": (rows,), "svh": (cols,), "mcg": ()}[field]
+    return {"trellis": (rows // TILE, cols // TILE, TILE * bits), "suh": (rows,), "svh": (cols,), "mcg": (), "mul1": ()}[field]
 
 
-FIELD_DTYPE: Mapping[str, str] = {"trellis": "I16", "suh": "F16", "svh": "F16", "mcg": "I32"}
+FIELD_DTYPE: Mapping[str, str] = {"trellis": "I16", "suh": "F16", "svh": "F16", "mcg": "I32", "mul1": "I32"}
 
 
 # ---- JSON blocks ----------------------------------------------------------------------------------------------------

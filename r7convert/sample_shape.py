@@ -72,7 +72,8 @@ class Sample:
     @property
     def geometry(self) -> Geometry:
         mtp_layers = int(self.mtp != "none")
-        return Geometry(self.hidden, self.intermediate, self.experts, 1, self.layers, self.dense, mtp_layers, self.nested)
+        moe = tuple(range(self.dense, self.layers))
+        return Geometry(self.hidden, self.intermediate, self.experts, 1, self.layers, moe, mtp_layers, self.nested)
 
     @property
     def r7_layers(self) -> range:

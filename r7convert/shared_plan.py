@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from r7convert.checkpoint import Checkpoint, mtp_layer
+from r7convert.checkpoint import Checkpoint
 from r7convert.errors import FormatError, Offences, UsageError, complain
 from r7convert.format import (
     FIELD_DTYPE,
@@ -20,6 +20,7 @@ from r7convert.format import (
     TILE,
     SharedExpertName,
     TensorEntry,
+    mtp_layer,
     parse_name,
     tensor_nbytes,
 )
@@ -138,7 +139,7 @@ def _modules(folder: Checkpoint) -> list[tuple[int, str]]:
     for name in folder.tensors:
         parsed = parse_name(name)
         if isinstance(parsed, SharedExpertName):
-            layer = mtp_layer(name, folder.geometry)
+            layer = mtp_layer(name, folder.geometry.layers)
             found.add((parsed.layer if layer is None else layer, name.rsplit(".", 2)[0]))
     return sorted(found)
 

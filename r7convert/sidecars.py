@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from r7convert.errors import FormatError, Offences
 from r7convert.experts import ExpertLayer
-from r7convert.format import PROJECTIONS, R7Block, Tail, expert_module, is_int
+from r7convert.format import PROJECTIONS, R7Block, Tail, is_int
 
 Json = Any
 
@@ -45,11 +45,7 @@ def _check_one(layer: ExpertLayer, sidecar: Json, name: str, bad: Offences) -> N
     if not isinstance(bit_map, dict):
         bad.add(name, "bit_map", expected="an object of module: K", found=type(bit_map).__name__)
         return
-    expected = {
-        expert_module(layer.root, layer.layer, expert, proj): k
-        for expert, row in enumerate(layer.bits)
-        for proj, k in zip(PROJECTIONS, row, strict=True)
-    }
+    expected = {layer.module(expert, proj): k for expert, row in enumerate(layer.bits) for proj, k in zip(PROJECTIONS, row, strict=True)}
     for module in sorted(expected.keys() | bit_map.keys()):
         said = bit_map.get(module)
         if module not in expected:

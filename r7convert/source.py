@@ -10,6 +10,7 @@ from typing import Any, ParamSpec, Protocol, TypeVar
 
 from r7convert.address import read_origin
 from r7convert.errors import FormatError, Offences, ResourceError, complain
+from r7convert.format import TensorEntry
 from r7convert.store import Header, check_not_pointer, read_header, read_json
 
 Json = Any
@@ -17,6 +18,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 _POINTER_BYTES = 1024  # pointers have about 130
+_COMPARED_BYTES = 1 << 22
 
 
 class Source(Protocol):
@@ -150,3 +152,14 @@ def collect(bad: Offences, read: Callable[P, R], *args: P.args, **kwargs: P.kwar
     except FormatError as error:
         bad.lines.append(str(error))
         return None
+
+
+def compare_payloads(source: Source, first: TensorEntry, second: TensorEntry) -> str:
+    """Whether two tensors of one name are the same, in words for a message; reads until the first difference."""
+    if (first.dtype, first.shape) != (second.dtype, second.shape):
+        return f"{first.dtype} {list(first.shape)} and {second.dtype} {list(second.shape)}"
+    for at in range(0, first.nbytes, _COMPARED_BYTES):
+        count = min(_COMPARED_BYTES, first.nbytes - at)
+        if source.read(first.file, first.offset + at, count) != source.read(second.file, second.offset + at, count):
+            return "with different bytes"
+    return "with equal bytes"

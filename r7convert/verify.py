@@ -25,7 +25,8 @@ from r7convert.devices import find_devices
 from r7convert.errors import FormatError, UsageError, complain
 from r7convert.evidence import Evidence, gather, is_mtp
 from r7convert.findings import Part
-from r7convert.format import STOCK_READERS, is_int, parse_geometry
+from r7convert.format import STOCK_READERS, is_int
+from r7convert.geometry import parse_geometry
 from r7convert.journal import MANIFEST, Manifest, locked, manifest_digest
 from r7convert.progress import Progress
 from r7convert.seal import check_seal

@@ -10,6 +10,7 @@ MAX_LINES = 400
 
 LEVELS = {
     "errors": 0,
+    "families": 0,
     "progress": 0,
     "units": 0,
     "address": 1,
@@ -27,6 +28,9 @@ LEVELS = {
     "nvrtc": 2,
     "ktable": 2,
     "knapsack": 2,
+    "geometry": 3,
+    "kinds": 3,
+    "signs": 3,
     "moves": 3,
     "journal": 3,
     "source": 3,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -23,9 +24,9 @@ from r7convert.format import (
     check_tp,
     expected_shape,
     expert_module,
+    is_expert_name,
     layer_of,
     legal_tps,
-    parse_geometry,
     parse_name,
     parse_r7_block,
     parse_tail,
@@ -33,8 +34,9 @@ from r7convert.format import (
     shared_h_name,
     tensor_nbytes,
 )
+from r7convert.geometry import parse_geometry
 
-GLM = Geometry(6144, 2048, 256, 1, 78, 3, 1, False)
+GLM = Geometry(6144, 2048, 256, 1, 78, tuple(range(3, 78)), 1, False)
 
 
 def test_marker_is_the_signed_form_of_the_page() -> None:
@@ -83,7 +85,7 @@ def test_names(name: str, meaning: Any) -> None:
 
 @given(st.text(max_size=60))
 def test_any_text_is_a_name_or_none(name: str) -> None:
-    assert parse_name(name) is None or ".mlp." in name
+    assert parse_name(name) is None or is_expert_name(name) or ".shared_" in name
     layer_of(name)
 
 
@@ -133,7 +135,7 @@ CONFIG = {
 def test_geometry() -> None:
     assert parse_geometry(CONFIG) == GLM
     nested = parse_geometry({"text_config": CONFIG, "hidden_size": 1})
-    assert nested == Geometry(6144, 2048, 256, 1, 78, 3, 1, True)
+    assert nested == replace(GLM, nested=True)
     assert parse_geometry({"num_experts": 8, **{k: v for k, v in CONFIG.items() if k != "n_routed_experts"}}).experts == 8
 
 

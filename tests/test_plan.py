@@ -279,6 +279,9 @@ def test_a_dense_module_without_its_marker_or_vector_is_refused(tmp_path: Path, 
     folder = sample(tmp_path / "s")
     with edited_shard(folder / CARRIER) as tensors:
         del tensors[f"model.layers.3.self_attn.o_proj.{field}"]
+    for name in ("config.json", "quantization_config.json"):
+        with edited_json(folder / name) as value:
+            del value.get("quantization_config", value)["tensor_storage"]["model.layers.3.self_attn.o_proj"]
     words = (f"model.layers.3.self_attn.o_proj: dense EXL3 module: expected trellis, suh, svh and mcg, got no {field}",)
     refused(folder, UnsupportedError, *words, target=target, tp=2 if target == "slabs" else None)
 
@@ -288,6 +291,8 @@ def test_a_gap_in_the_layers_is_refused_for_stock(tmp_path: Path) -> None:
     for name in ("config.json", "quantization_config.json"):
         with edited_json(folder / name) as value:
             value.get("quantization_config", value)["r7_routed_experts"]["moe_layers"] = [3, 3]
+    with edited_json(folder / "config.json") as config:
+        config["mlp_only_layers"] = [4]
     with edited_shard(folder / "r7-experts-layer-004.safetensors") as tensors:
         tensors.clear()
         tensors["model.extra"] = torch.ones(1)
@@ -299,6 +304,7 @@ def test_nothing_left_to_slice(tmp_path: Path) -> None:
     folder = sample(tmp_path / "s", mode="uniform")
     with edited_json(folder / "config.json") as config:
         del config["quantization_config"]["r7_routed_experts"]
+        config["first_k_dense_replace"] = 5
     with edited_json(folder / "quantization_config.json") as value:
         del value["r7_routed_experts"]
     for layer in (3, 4):

@@ -125,7 +125,8 @@ def test_a_full_size_repository_costs_at_most_30_mb(hub: HubServer, tmp_path: Pa
         files[f"r7-experts-layer-{layer:03d}.json"] = json.dumps({"bit_map": bit_map}, indent=2).encode()
     files[INDEX] = json.dumps({"metadata": {}, "weight_map": weight_map}, indent=2).encode()
     r7 = {"schema": "r7-complete-v2-checkpoint-v1", "codebook": "mcg", "bits": "mixed_tensor", "moe_layers": [3, 77], "k_values": [3, 4]}
-    config = {"hidden_size": hidden, "moe_intermediate_size": inner, "n_routed_experts": experts, "num_hidden_layers": 78}
+    config = {"hidden_size": hidden, "moe_intermediate_size": inner, "n_routed_experts": experts}
+    config |= {"num_hidden_layers": 78, "first_k_dense_replace": 3}
     files["config.json"] = json.dumps(config | {"quantization_config": {"r7_routed_experts": r7}}).encode()
     hub.add_repo(REPO.id, files)
     assert total > 280e9

@@ -16,11 +16,11 @@ from r7convert.format import (
     MCG_MARKER,
     ExpertName,
     expected_shape,
-    parse_geometry,
     parse_name,
     parse_r7_block,
     parse_tail,
 )
+from r7convert.geometry import parse_geometry
 from r7convert.sample import write_sample
 from r7convert.sample_shape import Sample, k_table
 from r7convert.store import hash_file, read_header, read_json
