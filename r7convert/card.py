@@ -38,6 +38,7 @@ _LOSSLESS = {
     "sliced": "cut or copied into ranks, every byte kept",
     "joined": "ranks put together again, every byte kept",
     "spread": "copied to every expert, every byte kept",
+    "gathered": "the same for all experts, so kept once a layer",
     "lifted": "re-encoded at a higher K, so that an expert has one K",
     "lowered": "re-encoded at a lower K, so that an expert has one K",
     "encoded": "encoded from 16-bit weights to EXL3",

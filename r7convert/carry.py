@@ -13,6 +13,8 @@ from r7convert.store import check_plain_name
 
 _OURS = frozenset({"config.json", "quantization_config.json", "hf_quant_config.json", "model.safetensors.index.json"})
 _SEALS = frozenset({"MANIFEST.json", "VERDICT.json", "slabs.json"})
+_PLACE = frozenset({"layer", "tp", "rank"})
+"""What a file of ours says in its `__metadata__` of where it belongs: no longer true of another file."""
 _OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".gguf", ".onnx", ".h5", ".msgpack")
 
 
@@ -32,7 +34,7 @@ def custom_metadata(checkpoint: Checkpoint, files: set[str]) -> dict[str, str]:
     merged: dict[str, str] = {}
     for file in sorted(files):
         merged = {**checkpoint.headers[file].metadata, **merged}
-    return merged
+    return {key: value for key, value in merged.items() if key not in _PLACE}
 
 
 def carried_shards(checkpoint: Checkpoint, leaving: Collection[str]) -> Iterator[CarriedShard]:
@@ -49,11 +51,12 @@ def carried_shards(checkpoint: Checkpoint, leaving: Collection[str]) -> Iterator
 def small_files(checkpoint: Checkpoint, target: str, *, drop_mtp: bool) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Files carried beside the weights, and those left out. Sidecars and tier maps describe shards as the source has them."""
     describing = set(_OURS | _SEALS)
+    stays_r7 = target == "r7" and checkpoint.r7 is not None
     for layer in checkpoint.experts.values():
         is_gone = drop_mtp and not checkpoint.mtp.names.isdisjoint(layer.tensors)
-        if target != "r7" or is_gone:
+        if not stays_r7 or is_gone:
             describing |= set(sidecar_names(layer))
-    if checkpoint.tail is not None and checkpoint.tail.map_file is not None and target != "r7":
+    if checkpoint.tail is not None and checkpoint.tail.map_file is not None and not stays_r7:
         describing.add(checkpoint.tail.map_file)
     files, left_out = [], [*checkpoint.left_out, *checkpoint.foreign]
     for name in checkpoint.sizes:

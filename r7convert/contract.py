@@ -7,7 +7,7 @@ here is which of them a target asks for, and what every target asks for: headers
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +24,7 @@ from r7convert.findings import Part
 from r7convert.format import PROJECTIONS, R7_K_VALUES, SHARED_H_V1, TAIL_K_VALUES, Geometry, layer_of
 from r7convert.geometry import parse_geometry
 from r7convert.progress import Progress
-from r7convert.store import read_json
+from r7convert.store import FileRecord, read_json
 
 Json = Any
 
@@ -56,6 +56,7 @@ class Case:
     block: Mapping[str, Json]
     geometry: Geometry
     claims: Claims
+    files: Mapping[str, FileRecord]
     part: Part
 
     @property
@@ -71,7 +72,9 @@ class Case:
         return self.claims.reader
 
 
-def check_contract(folder: Path, files: Iterable[str], part: Part, claims: Claims, *, threads: int, progress: Progress) -> Evidence:
+def check_contract(
+    folder: Path, files: Mapping[str, FileRecord], part: Part, claims: Claims, *, threads: int, progress: Progress
+) -> Evidence:
     """Judge a folder by the rules of its target's readers; hands back the headers it read. `files` are those the manifest lists."""
     shards = [name for name in files if name.endswith(".safetensors") and (folder / name).exists()]
     evidence = gather(folder, shards, part.check("headers are sound", "files"))
@@ -86,7 +89,9 @@ def check_contract(folder: Path, files: Iterable[str], part: Part, claims: Claim
         return evidence
     block = config_rules.check_stamp(folder, config, part)
     config_rules.check_mtp(evidence, layers=geometry.layers, mtp_layers=geometry.mtp_layers, part=part)
-    case = Case(evidence, config, block, geometry, claims, part)
+    case = Case(evidence, config, block, geometry, claims, files, part)
+    if claims.target != "slabs":
+        config_rules.check_no_pointer(block, part)
     {"rank-sliced": _check_rank_sliced, "slabs": _check_slabs, "r7": _check_r7, "exl3": _check_exl3}[claims.target](case)
 
     layers = sorted(evidence.expert_tensors)
@@ -298,6 +303,7 @@ def _check_bit_map(case: Case, layer: LayerExperts) -> None:
             }
             found = sidecar.get("bit_map") if isinstance(sidecar, dict) else None
             check.same_json(f"{path.name}: bit_map", expected=dict(sorted(due.items())), found=found)
+            config_rules.check_r7_sidecar(sidecar, path.name, check, layer=layer.layer, shard=shard, sha256=case.files[shard].sha256)
 
 
 def _check_exl3(case: Case) -> None:

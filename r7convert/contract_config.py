@@ -6,15 +6,27 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from r7convert.evidence import Evidence, is_mtp
+from r7convert.evidence import Evidence, is_mtp, is_ours
 from r7convert.findings import Check, Part
-from r7convert.format import MCG_MULTIPLIER, PER_EXPERT_V1, R7Block, Tail, TensorEntry, is_int, layer_of, parse_r7_block, parse_tail
+from r7convert.format import (
+    MCG_MULTIPLIER,
+    PER_EXPERT_V1,
+    R7_SCHEMA,
+    R7Block,
+    Tail,
+    TensorEntry,
+    is_int,
+    layer_of,
+    parse_r7_block,
+    parse_tail,
+)
 from r7convert.store import read_json
 
 Json = Any
 Config = Mapping[str, Json]
 
 PRODUCER_KEYS = ("producer", "quant_algo", "quantization", "config_groups")
+MODULE_FIELDS = ("trellis", "suh", "svh", "mcg", "mul1")
 TORCH_DTYPE = {"I16": "torch.int16", "F16": "torch.float16", "I32": "torch.int32"}
 
 
@@ -59,6 +71,22 @@ def check_no_r7_block(config: Config, block: Config, part: Part) -> None:
     for where, place in (("quantization_config", block), ("config.json", config), ("text_config", text)):
         if isinstance(place, Mapping):
             check.expect("r7_routed_experts" not in place, where, "r7_routed_experts", expected="no such block", found="one")
+
+
+def check_no_pointer(block: Config, part: Part) -> None:
+    """A slab reader goes where the pointer says: it must not lead to a file that is not there, or not of these weights."""
+    check = part.check("no r7convert_slabs but in slabs", "keys")
+    check.expect("r7convert_slabs" not in block, "quantization_config", "r7convert_slabs", expected="no such key", found="one")
+
+
+def check_r7_sidecar(sidecar: Json, name: str, check: Check, *, layer: int, shard: str, sha256: str) -> None:
+    """A sidecar of r7convert's own making says nothing but what is so; a producer's is carried, and says what it says."""
+    provenance = sidecar.get("provenance") if isinstance(sidecar, dict) else None
+    producer = provenance.get("producer") if isinstance(provenance, dict) else None
+    if not isinstance(producer, str) or not is_ours(producer):
+        return
+    due = {"schema": R7_SCHEMA, "layer": layer, "shard": shard, "shard_sha256": sha256, "provenance": {"producer": producer}}
+    check.same_json(name, expected=due, found={key: value for key, value in sidecar.items() if key != "bit_map"})
 
 
 def check_r7_block(block: Config, part: Part) -> R7Block | None:
@@ -163,7 +191,7 @@ def check_dense(evidence: Evidence, block: Config, part: Part, *, moe_range: tup
     entries = evidence.tensors.values() if experts_too else evidence.carried
     for entry in entries:
         module, _, field = entry.name.rpartition(".")
-        if field in ("trellis", "suh", "svh", "mcg", "mul1"):
+        if field in MODULE_FIELDS:
             modules.setdefault(module, {})[field] = entry
     whole = part.check("dense EXL3: trellis, suh, svh and mcg of one shape, no merged gate_up_proj", "modules")
     record = part.check("tensor_storage: embedded, a true record for every EXL3 module", "modules")
@@ -182,7 +210,10 @@ def check_dense(evidence: Evidence, block: Config, part: Part, *, moe_range: tup
             )
     for module in storage:
         there = f"{module}.trellis" in evidence.tensors
-        record.expect(there, f"tensor_storage: {module}", "record", expected="of a module in the files", found="no such module")
+        if record.expect(there, f"tensor_storage: {module}", "record", expected="of a module in the files", found="no such module"):
+            held = {field: evidence.tensors[name] for field in MODULE_FIELDS if (name := f"{module}.{field}") in evidence.tensors}
+            if module not in modules and isinstance(storage[module], dict):
+                _check_record(module, held, storage[module], record, full=False)
 
 
 def _check_module(module: str, fields: Mapping[str, TensorEntry], check: Check) -> None:

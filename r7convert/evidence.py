@@ -7,6 +7,7 @@ so that a mistake of the writer's plan is not repeated by its judge.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -113,6 +114,11 @@ class Evidence:
         made.ranks = sorted({rank for _, _, rank, _ in made.own if rank is not None})
         made.experts = sorted({expert for expert, _, _, _ in made.own})
         return made
+
+
+def is_ours(producer: str) -> bool:
+    """Whether a sidecar's `provenance.producer` names r7convert at some version."""
+    return re.fullmatch(r"r7convert \d\S*", producer) is not None
 
 
 def is_mtp(name: str, layers: int) -> bool:

@@ -16,6 +16,7 @@ from r7convert.journal import MANIFEST
 from r7convert.ktable import Problem
 from r7convert.plan import plan_repack
 from r7convert.stamp import TARGETS, Place, StampFiles, diagnose, repair
+from r7convert.vectors import Unread
 
 Json = Any
 
@@ -200,8 +201,11 @@ def _ask(checkpoint: Checkpoint, target: str) -> list[TargetAnswer]:
     # The layout is given, for finding the smaller one would read vectors.
     choices: dict[str, Any] = {"tp": 1, "rotation_layout": PER_EXPERT_V1} if target in SLICED else {}
     try:
-        plan = plan_repack(checkpoint, target=target, choose=_refuse, **choices)
-        return [TargetAnswer(target, True, True, READ_BY[target], "nothing", plan.payload_bytes)]
+        plan = plan_repack(checkpoint, target=target, choose=_refuse, vectors=Unread(checkpoint.source), **choices)
+        who = READ_BY[target]
+        if any(layer.source.hidden != "r7_shared" for layer in plan.r7_layers):
+            who += ", if gate and up of all experts share a vector, and down: --dry-run looks"
+        return [TargetAnswer(target, True, True, who, "nothing", plan.payload_bytes)]
     except R7Error as error:
         answers = [TargetAnswer(target, False, False, _first_line(error))]
     if target == "rank-sliced":

@@ -18,12 +18,13 @@ from r7convert import policy
 from r7convert.carry import CarriedShard, carried_shards, custom_metadata, small_files
 from r7convert.checkpoint import Checkpoint
 from r7convert.errors import FormatError, UnsupportedError, UsageError, complain
-from r7convert.format import PER_EXPERT_V1, PROJECTIONS, SLICED
+from r7convert.format import PROJECTIONS, SLICED
 from r7convert.moves import LayerPlan
-from r7convert.rules import Choose, check_choices, check_reader, choose_rotation_layout, is_moved, slab_notes, target_bits
+from r7convert.rules import Choose, check_choices, check_reader, choose_forms, slab_notes, target_bits
 from r7convert.slab_layout import place_slabs, sidecar_header, sidecar_layer
 from r7convert.stamp import Change
-from r7convert.targets import repaired_stamp, tier_map_of
+from r7convert.targets import has_tier_map, repaired_stamp, tail_layers, tier_map_of
+from r7convert.vectors import Vectors
 
 Json = Any
 
@@ -58,6 +59,11 @@ class Plan:
         return self.selected is not None
 
     @property
+    def r7_layers(self) -> list[LayerPlan]:
+        """Layers written in R7's form, each with a sidecar of its own."""
+        return [layer for layer in self.layers if layer.hidden == "r7_shared"]
+
+    @property
     def reencoded(self) -> int:
         return sum(layer.reencoded for layer in self.layers)
 
@@ -76,7 +82,9 @@ class Plan:
         return {"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))}
 
     def tier_map(self) -> Json | None:
-        return tier_map_of(self.layers) if self.target == "rank-sliced" else None
+        """tier_map.json, where the tail points to one."""
+        tail = tail_layers(self.checkpoint, self.target, self.layers)
+        return tier_map_of(tail) if has_tier_map(self.target, tail) else None
 
     def sidecar(self) -> Json | None:
         """slabs.json, for the sliced targets."""
@@ -103,53 +111,59 @@ def plan_repack(
     choose: Choose = policy.refuse,
     layers: tuple[int, int] | None = None,
     drop_mtp: bool = False,
+    vectors: Vectors | None = None,
 ) -> Plan:
     """The plan for a target, or the reason why it cannot be, before anything is written.
 
-    `choose` is the K policy of target rank-sliced. `rotation_layout` None takes the smallest that reader and vectors allow.
+    `choose` is the K policy of target rank-sliced. `rotation_layout` None takes the smallest that reader and vectors allow. With
+    `vectors` those of ranks are compared, all of them; without, none is read but where a form depends on it.
 
     Raises:  UsageError for choices that contradict each other; UnsupportedError for what the target's reader cannot take, all
-             offenders named; FormatError for an MTP declaration without its layers.
+             offenders named; FormatError for an MTP declaration without its layers, and for ranks that do not agree.
     """
     check_choices(checkpoint, target, tp, reader, rotation_layout, layers)
     if checkpoint.mtp.problem and not drop_mtp:
         raise FormatError(checkpoint.mtp.problem)
     gone = checkpoint.mtp.names if drop_mtp else frozenset()
-    experts = {layer: found for layer, found in checkpoint.experts.items() if not gone.intersection(found.tensors)}
+    experts = [found for found in checkpoint.experts.values() if not gone.intersection(found.tensors)]
     if layers is not None:
-        experts = {layer: found for layer, found in experts.items() if layers[0] <= layer <= layers[1]}
-    moved = [found for found in experts.values() if is_moved(found, target, tp)]
-    if not experts and layers is None:
+        experts = [found for found in experts if layers[0] <= found.layer <= layers[1]]
+        if not experts:
+            raise UsageError(complain("--layers", "layers with routed experts", expected="at least one", found=f"{layers[0]}-{layers[1]}"))
+    elif not experts:
         raise UnsupportedError(complain(checkpoint.where, "routed experts in EXL3", expected="some", found="none but MTP layers"))
-    if layers is not None and not moved:
-        raise UsageError(complain("--layers", "layers that the target re-lays", expected="at least one", found=f"{layers[0]}-{layers[1]}"))
 
-    notes: list[str] = list(checkpoint.warnings)
-    layout = None
-    if target in SLICED:
-        layout, why = choose_rotation_layout(checkpoint, moved, reader if target == "rank-sliced" else "r28", rotation_layout)
-        notes += why
-    elif target == "r7" and moved:
-        layout = checkpoint.tail.rotation_layout if checkpoint.tail else PER_EXPERT_V1
+    if vectors is not None:
+        vectors.check_ranks(experts)
+    forms, notes = choose_forms(
+        checkpoint,
+        experts,
+        vectors or Vectors(checkpoint.source),
+        target=target,
+        tp=tp,
+        reader=reader,
+        rotation_layout=rotation_layout,
+    )
+    moved = [found for found in experts if found.layer in forms]
     bits = target_bits(checkpoint, moved, choose) if target == "rank-sliced" else {found.layer: found.bits for found in moved}
     plans = tuple(
         LayerPlan(
             found,
             checkpoint.geometry,
-            None if target == "exl3" else tp,
-            layout or PER_EXPERT_V1,
+            *forms[found.layer],
             bits[found.layer],
             custom_metadata(checkpoint, {entry.file for entry in found.tensors.values()}),
         )
         for found in moved
     )
+    layout = next((plan.rotation_layout for plan in plans if plan.tp is not None), None)
     leaving = {name for found in moved for name in found.tensors}
     shards = () if layers is not None else tuple(carried_shards(checkpoint, leaving | gone))
     kept = [entry.name for shard in shards for entry in shard.entries]
     check_reader(checkpoint, target, plans, kept, partial=layers is not None)
-    notes += slab_notes(plans) if target in SLICED else []
+    notes = [*checkpoint.warnings, *notes, *(slab_notes(plans) if target in SLICED else [])]
 
-    stamp = repaired_stamp(checkpoint, target, layers=plans, kept=kept, tp=tp, rotation_layout=layout or PER_EXPERT_V1, drop_mtp=drop_mtp)
+    stamp = repaired_stamp(checkpoint, target, layers=plans, kept=kept, tp=tp, drop_mtp=drop_mtp)
     files, left_out = small_files(checkpoint, target, drop_mtp=drop_mtp)
     names = [*files, *(shard.file for shard in shards), *(file for layer in plans for file in layer.files)]
     if twice := sorted(name for name, count in Counter(names).items() if count > 1):
@@ -177,12 +191,12 @@ def plan_repack(
 def _account(
     checkpoint: Checkpoint, layers: Sequence[LayerPlan], kept: Sequence[str], dropped: frozenset[str]
 ) -> dict[str, tuple[int, int]]:
-    """Each source tensor under one kind: kept (its name, its bytes), sliced, joined (ranks made whole), spread (a shared vector
-    copied to every expert), lifted, lowered, dropped (by --drop-mtp), outside (of --layers).
+    """Each source tensor under one kind: what LayerPlan.fate says of a routed one, or lifted, lowered; kept (its name, its bytes),
+    dropped (by --drop-mtp), outside (of --layers).
     """
     kinds = dict.fromkeys(dropped, "dropped") | dict.fromkeys(kept, "kept")
     for layer in layers:
-        kinds |= {name: _kind(name, layer) for name in layer.source.tensors}
+        kinds |= {name: layer.fate(name) for name in layer.source.tensors}
         for expert, (old, new) in enumerate(zip(layer.source.bits, layer.bits, strict=True)):
             for proj, a, b in zip(PROJECTIONS, old, new, strict=True):
                 if a != b:
@@ -193,16 +207,6 @@ def _account(
         count, nbytes = total.get(kind := kinds.get(name, "outside"), (0, 0))
         total[kind] = (count + 1, nbytes + entry.nbytes)
     return dict(sorted(total.items()))
-
-
-def _kind(name: str, layer: LayerPlan) -> str:
-    if layer.is_kept():
-        return "kept"
-    if layer.tp is not None:
-        return "sliced"
-    if layer.source.tp is not None:
-        return "joined"
-    return "spread" if ".r7_shared." in name else "kept"
 
 
 def fingerprint(plan: Plan) -> dict[str, Json]:

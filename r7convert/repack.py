@@ -28,6 +28,7 @@ from r7convert.repack_run import OUTPUTS, TOOL, Outlet, Repacked, Run, merge_fin
 from r7convert.source import Folder, Payload
 from r7convert.store import STATE_DIR, check_disjoint, write_json
 from r7convert.team import Team
+from r7convert.vectors import Vectors
 
 __all__ = ["Outlet", "Repacked", "choose_plan", "execute", "repack"]
 
@@ -82,6 +83,7 @@ def repack(
             choose=choice,
             layers=layers,
             drop_mtp=drop_mtp,
+            vectors=Vectors(checkpoint.source),
         )
     except UnsupportedError as error:
         if dry_run and choice.problem is not None:
@@ -180,7 +182,7 @@ def execute(
         files = dict(journal.done)
         findings = merge_findings(journal.facts)
         if team.is_first:
-            files |= run.write_json_files()
+            files |= run.write_json_files(journal)
             files.pop(CARD, None)  # the card quotes the verdict, which is bound to the seal: sealed, it would be a circle
             facts = {**run.facts, **findings.to_json(), **reencoded_facts(journal.facts)}
             write_manifest(output, Manifest(TOOL, files, facts))

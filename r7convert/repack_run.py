@@ -15,14 +15,15 @@ from r7convert.card import CARD
 from r7convert.checkpoint import CONFIG, INDEX, QUANT_CONFIG
 from r7convert.copying import Findings, Recoder, Stopped, Work, copy_file, write_layer, write_shard
 from r7convert.errors import ResourceError, UsageError, complain
-from r7convert.format import SLICED
+from r7convert.format import R7_SCHEMA, SLICED
 from r7convert.journal import MANIFEST, VERDICT, Journal, forget_journals, locked, read_journal, read_manifest
+from r7convert.moves import LayerPlan
 from r7convert.plan import Plan, fingerprint
 from r7convert.progress import Progress
 from r7convert.slab_layout import SIDECAR
 from r7convert.source import Payload, Step
 from r7convert.store import PARTIAL, STATE_DIR, FileRecord, check_free_space, read_json, write_json
-from r7convert.targets import TIER_MAP
+from r7convert.targets import TIER_MAP, bit_map_file, bit_map_of
 from r7convert.team import Team
 
 Json = Any
@@ -263,20 +264,38 @@ class Run:
 
     def _json_files(self) -> list[str]:
         sliced = [SIDECAR] if self.plan.target in SLICED else []
-        tiers = [TIER_MAP] if self.plan.target == "rank-sliced" else []
-        return [INDEX, *tiers, *sliced, *([] if self.plan.is_partial else [QUANT_CONFIG, CONFIG])]
+        tiers = [TIER_MAP] if self.plan.tier_map() is not None else []
+        r7 = [bit_map_file(layer) for layer in self.plan.r7_layers]
+        return [INDEX, *tiers, *sliced, *r7, *([] if self.plan.is_partial else [QUANT_CONFIG, CONFIG])]
 
-    def write_json_files(self) -> dict[str, FileRecord]:
+    def write_json_files(self, journal: Journal) -> dict[str, FileRecord]:
         """The index and what describes the layers, then the configs: a reader that finds config.json finds everything."""
         plan = self.plan
         makers: dict[str, Callable[[], Json]] = {
             INDEX: plan.index,
             TIER_MAP: plan.tier_map,
             SIDECAR: plan.sidecar,
+            **{bit_map_file(layer): partial(_r7_sidecar, layer, journal.done) for layer in plan.r7_layers},
             QUANT_CONFIG: lambda: plan.quantization,
             CONFIG: lambda: plan.config,
         }
         return {name: write_json(self.output / name, makers[name](), compact=name in (INDEX, SIDECAR)) for name in self._json_files()}
+
+
+def _r7_sidecar(layer: LayerPlan, done: Mapping[str, FileRecord]) -> Json:
+    """What R7 has beside each shard of experts.
+
+    Source:  FORMAT.md section 2.
+    """
+    shard = layer.files[0]
+    return {
+        "schema": R7_SCHEMA,
+        "layer": layer.layer,
+        "shard": shard,
+        "shard_sha256": done[shard].sha256,
+        "bit_map": bit_map_of(layer),
+        "provenance": {"producer": TOOL},
+    }
 
 
 def merge_findings(facts: Mapping[str, Json]) -> Findings:

@@ -190,6 +190,8 @@ def repair(
         place = next(name for name, found in files.places().items() if found is not None and found.get("r7_routed_experts") is not None)
         taken.append({"place": f"{place}.r7_routed_experts", "block": r7})
         del block["r7_routed_experts"]
+    if target != "slabs":
+        block.pop("r7convert_slabs", None)
     block["bits"] = _nominal_bits(bits, block, r7, config.get("hybrid_tr3_tail"))
     block |= {"quant_method": "exl3", "codebook": "mcg"}
     storage = tensor_storage if tensor_storage is not None else _mapping(block.get("tensor_storage"), f"{EMBEDDED}.tensor_storage")

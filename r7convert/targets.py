@@ -2,7 +2,7 @@
 
 rank-sliced   one hybrid_tr3_tail over every layer with routed experts, a tier map beside it, no R7 block
 slabs         no tail (no stock reader may take mixed experts for its own); `r7convert_slabs` points to slabs.json
-r7            the R7 block and the tail as they are, stamp corrected
+r7            the R7 block and the tail as they are, stamp corrected; of a source that is not R7, both made anew
 exl3          a tensor_storage record for every EXL3 module
 """
 
@@ -14,17 +14,21 @@ from typing import Any
 from r7convert.checkpoint import Checkpoint
 from r7convert.format import (
     FIELDS,
+    HADAMARD,
     MCG_MULTIPLIER,
+    PROJECTIONS,
+    R7_SCHEMA,
     RANK_SUFFIX,
     SHARED_H_SCHEMA,
     SHARED_H_V1,
     TAIL_FORMAT,
     TENSOR_SCHEMA,
+    expert_module,
     tensor_nbytes,
 )
 from r7convert.moves import LayerPlan
 from r7convert.slab_layout import SIDECAR, SIDECAR_FORMAT
-from r7convert.stamp import KEEP, Repaired, StampFiles, repair
+from r7convert.stamp import Repaired, StampFiles, repair
 
 Json = Any
 
@@ -34,25 +38,72 @@ MTP_FIELDS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
 _TORCH_NAMES = {"I16": "torch.int16", "F16": "torch.float16", "I32": "torch.int32"}
 
 
-def tail_of(layers: Sequence[LayerPlan], experts: int, tp: int, rotation_layout: str) -> Json:
-    """One tail over all layers, with integers where readers truncate.
+def tail_layers(checkpoint: Checkpoint, target: str, layers: Sequence[LayerPlan]) -> list[LayerPlan]:
+    """The layers that a tail of our own covers: those in ranks, unless the target keeps the source's tail or wants none."""
+    wants_one = target == "rank-sliced" or (target == "r7" and checkpoint.r7 is None)
+    return [layer for layer in layers if layer.tp is not None] if wants_one else []
+
+
+def has_tier_map(target: str, tail: Sequence[LayerPlan]) -> bool:
+    """Some R7-aware releases do not take a mixed tail: there a single K is said as a number."""
+    return bool(tail) and (target == "rank-sliced" or len(_ks(tail)) > 1)
+
+
+def tail_of(target: str, layers: Sequence[LayerPlan], experts: int) -> Json:
+    """One tail over all its layers, with integers where readers truncate.
 
     Source:  FORMAT.md section 4.
     """
-    tail: dict[str, Json] = {
-        "format": TAIL_FORMAT,
-        "codebook": "mcg",
-        "bits": "mixed",
-        "k_values": sorted({row[0] for layer in layers for row in layer.bits}),
-        "bits_per_expert": f"{TIER_MAP}:{TIER_FIELD}",
+    tail: dict[str, Json] = {"format": TAIL_FORMAT, "codebook": "mcg"}
+    if has_tier_map(target, layers):
+        tail |= {"bits": "mixed", "k_values": _ks(layers), "bits_per_expert": f"{TIER_MAP}:{TIER_FIELD}"}
+    else:
+        tail["bits"] = _ks(layers)[0]
+    tail |= {
         "experts_per_layer": experts,
         "moe_layers": [layers[0].layer, layers[-1].layer],
         "tensor_schema": TENSOR_SCHEMA,
-        "tp": tp,
+        "tp": layers[0].tp,
     }
-    if rotation_layout == SHARED_H_V1:
+    if layers[0].rotation_layout == SHARED_H_V1:
         tail |= {"rotation_layout": SHARED_H_V1, "shared_h_tensor_schema": SHARED_H_SCHEMA}
     return tail
+
+
+def _ks(layers: Iterable[LayerPlan]) -> list[int]:
+    return sorted({k for layer in layers for row in layer.bits for k in row})
+
+
+def r7_block_of(layers: Sequence[LayerPlan]) -> Json:
+    """`r7_routed_experts` over whole layers that share their vectors.
+
+    Source:  FORMAT.md section 2.
+    """
+    return {
+        "schema": R7_SCHEMA,
+        "schema_version": 2,
+        "codebook": "mcg",
+        "bits": "mixed_tensor",
+        "moe_layers": [layers[0].layer, layers[-1].layer],
+        "k_values": _ks(layers),
+        "tp_slice_quantum": HADAMARD,
+        "bit_map_manifests": [bit_map_file(layer) for layer in layers],
+    }
+
+
+def bit_map_file(layer: LayerPlan) -> str:
+    """The sidecar of an R7 shard."""
+    return f"{layer.files[0].removesuffix('.safetensors')}.json"
+
+
+def bit_map_of(layer: LayerPlan) -> Json:
+    """K of every matrix, as R7's sidecar has it."""
+    root = layer.source.root
+    return {
+        expert_module(root, layer.layer, expert, proj): k
+        for expert, row in enumerate(layer.bits)
+        for proj, k in zip(PROJECTIONS, row, strict=True)
+    }
 
 
 def tier_map_of(layers: Sequence[LayerPlan]) -> Json:
@@ -105,37 +156,33 @@ def repaired_stamp(
     layers: Sequence[LayerPlan],
     kept: Sequence[str],
     tp: int | None,
-    rotation_layout: str,
     drop_mtp: bool,
 ) -> Repaired:
     """config.json and quantization_config.json of the output, with every change for the report.
 
     Source:  FORMAT.md sections 3, 4 and 8.
     """
-    geometry = checkpoint.geometry
     files = StampFiles(checkpoint.config, checkpoint.quantization_file, checkpoint.hf_quant_config)
     if drop_mtp:
-        files = _without_mtp(files, geometry.layers)
+        files = _without_mtp(files, checkpoint.geometry.layers)
     bits = [k for layer in layers for row in layer.bits for k in row]
     nominal = round(sum(bits) / len(bits), 2) if bits else None
-    if target == "r7":
+    storage = tensor_storage(checkpoint, kept, layers if target == "exl3" else (), experts_too=target == "exl3")
+    if target == "r7" and checkpoint.r7 is not None:
         tail = files.config.get("hybrid_tr3_tail")
-        storage = tensor_storage(checkpoint, kept, (), experts_too=False)
         return repair(files, "r7", tail=tail if tail is None else {**tail, "tp": tp or tail["tp"]}, tensor_storage=storage)
-    storage = tensor_storage(checkpoint, kept, layers, experts_too=target == "exl3")
-    if target == "exl3":
-        return repair(files, "exl3", tail=None, tensor_storage=storage, bits=nominal)
-    assert tp is not None
-    if target == "rank-sliced":
-        return repair(
-            files,
-            "rank-sliced",
-            tail=tail_of(layers, geometry.experts, tp, rotation_layout) if layers else KEEP,
-            tensor_storage=storage,
-            bits=nominal,
-        )
-    pointer = {"schema": SIDECAR_FORMAT, "file": SIDECAR, "moe_layers": [layer.layer for layer in layers], "tp": tp}
-    return repair(files, "slabs", tail=None, tensor_storage=storage, bits=nominal, extra={"r7convert_slabs": pointer})
+    ranked = tail_layers(checkpoint, target, layers)
+    tail = tail_of(target, ranked, checkpoint.geometry.experts) if ranked else None
+    extra: dict[str, Json] = {}
+    if target == "r7":
+        whole = [layer for layer in layers if layer.tp is None]
+        extra["r7_routed_experts"] = r7_block_of(whole)
+        if tail is None and not storage:  # these readers need a record where there is no tail
+            storage = tensor_storage(checkpoint, (), whole, experts_too=True)
+    elif target == "slabs":
+        numbers = [layer.layer for layer in layers]
+        extra["r7convert_slabs"] = {"schema": SIDECAR_FORMAT, "file": SIDECAR, "moe_layers": numbers, "tp": tp}
+    return repair(files, target, tail=tail, tensor_storage=storage, bits=nominal, extra=extra)
 
 
 def _without_mtp(files: StampFiles, layers: int) -> StampFiles:

@@ -35,7 +35,7 @@ from r7convert.team import Team
 from r7convert.verdict import Verdict, write_verdict
 from r7convert.verify_bytes import REENCODED, UNREAD, Compared, compare_carried, compare_layer
 from r7convert.verify_errors import check_errors
-from r7convert.verify_files import compare_config, compare_files, compare_metadata
+from r7convert.verify_files import compare_config, compare_files, compare_metadata, is_r7
 from r7convert.verify_numbers import LONG_BYTES, check_numbers, choose_layers, read_activations
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 Json = Any
 
 DEFAULT_READER = "r28"
-ACCOUNTS = ("kept", "sliced", "joined", "spread", *REENCODED, "dropped")
+ACCOUNTS = ("kept", "sliced", "joined", "spread", "gathered", *REENCODED, "dropped")
 """What may have become of a source tensor."""
 _NO_SEAL = "there is no sound seal to judge by"
 _TASK_TENSORS = 64
@@ -197,10 +197,10 @@ def _compare(
         done.absorb(compared)
     _check_accounting(source, output, done, dropped, facts, part)
 
-    compare_config(source_folder, output.folder, part, nominal=_mean_k(output), last_layer=last_layer)
+    compare_config(source_folder, output, part, nominal=_mean_k(output), last_layer=last_layer)
     compare_metadata(source, output, part)
-    target = str(facts.get("target"))
-    nbytes = compare_files(source, output, part, target=target, listed=manifest.files, generated=_generated(output))
+    stays_r7 = facts.get("target") == "r7" and is_r7(source_folder)
+    nbytes = compare_files(source, output, part, stays_r7=stays_r7, listed=manifest.files, generated=_generated(output, stays_r7=stays_r7))
     for name, (count, size) in sorted(done.tallies.items()):
         part.scope.append(f"{name}{', left to numbers' if name in REENCODED else ''}: {count:,} tensors, {size:,} bytes")
     part.scope.append(f"JSON: config.json, index metadata; other files: {nbytes:,} bytes")
@@ -254,14 +254,22 @@ def _source_shards(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.glob("*.safetensors"))
 
 
-def _generated(output: Evidence) -> set[str]:
-    """Files beside the weights that this output has of its own: the tier map its tail names."""
+def _generated(output: Evidence, *, stays_r7: bool) -> set[str]:
+    """Files beside the weights that this output has of its own: the tier map its tail names, and sidecars of R7 shards made anew."""
+    if stays_r7:
+        return set()
+    sidecars = {
+        f"{entry.file.removesuffix('.safetensors')}.json"
+        for entries in output.expert_tensors.values()
+        for entry in entries
+        if ".r7_shared." in entry.name
+    }
     try:
         tail = read_json(output.folder / "config.json").get("hybrid_tr3_tail")
     except (FormatError, AttributeError):
-        return set()
+        return sidecars
     pointer = tail.get("bits_per_expert") if isinstance(tail, dict) else None
-    return {pointer.rpartition(":")[0]} if isinstance(pointer, str) else set()
+    return sidecars | ({pointer.rpartition(":")[0]} if isinstance(pointer, str) else set())
 
 
 def _mean_k(output: Evidence) -> float | None:

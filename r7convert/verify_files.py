@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from r7convert.evidence import Evidence
+from r7convert.evidence import Evidence, is_ours
 from r7convert.findings import Check, Part
 from r7convert.store import hash_file, read_json
 
@@ -16,6 +16,8 @@ STAMPED = ("quantization_config", "hybrid_tr3_tail")
 PROVENANCE = "r7convert_provenance"
 BLOCK_KEYS = frozenset({"quant_method", "bits", "codebook", "version", "head_bits", "tensor_storage", "r7convert_slabs"})
 """Keys of the embedded block that a conversion may set; every other is the source's, here or under the provenance."""
+PLACE = ("layer", "tp", "rank")
+"""What a rank's file says of its place; of another file it is no longer true."""
 MTP_KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
 
 CONFIG = "config.json"
@@ -28,7 +30,7 @@ LEFT_OUT = (".safetensors", ".partial", ".incomplete", ".bin", ".pt", ".pth", ".
 """Weights that the index does not name, in this form or another, and what a download left behind."""
 
 
-def compare_config(source: Path, output: Path, part: Part, *, nominal: float | None, last_layer: int | None) -> None:
+def compare_config(source: Path, output: Evidence, part: Part, *, nominal: float | None, last_layer: int | None) -> None:
     """config.json but for the stamp, key by key; what the stamp took out is found again, word for word.
 
     `nominal` is the mean K of the output's routed experts; `last_layer` the last that stays where MTP layers were dropped.
@@ -37,7 +39,7 @@ def compare_config(source: Path, output: Path, part: Part, *, nominal: float | N
     before: Json = {}
     after: Json = {}
     with kept.collecting():
-        before, after = read_json(source / CONFIG), read_json(output / CONFIG)
+        before, after = read_json(source / CONFIG), read_json(output.folder / CONFIG)
     if not isinstance(before, dict) or not isinstance(after, dict):
         kept.fail(CONFIG, "JSON", expected="an object", found=type(after).__name__)
         return
@@ -46,7 +48,8 @@ def compare_config(source: Path, output: Path, part: Part, *, nominal: float | N
 
     places = {where: _shortened(old, last_layer) for where, old in _places(source, before)}
     entries, earlier = _provenance(after), _provenance(before)
-    _check_moved(part, after.get("quantization_config"), places, entries)
+    due = None if any("r7_routed_experts" in old for old in places.values()) else _r7_block_due(output)
+    _check_moved(part, after.get("quantization_config"), places, entries, {"r7_routed_experts": due} if due else {})
     _check_bits(part, after.get("quantization_config"), before.get("hybrid_tr3_tail"), places.values(), nominal)
     true = part.check("provenance: what was taken out stands there word for word", "blocks")
     for n, entry in enumerate(entries):
@@ -56,8 +59,40 @@ def compare_config(source: Path, output: Path, part: Part, *, nominal: float | N
         )
 
 
-def _check_moved(part: Part, block: Json, places: Mapping[str, Mapping[str, Json]], entries: Collection[Mapping[str, Json]]) -> None:
-    """Each key of the source's block, the preferred place's where they differ, is kept or under the provenance; none is new."""
+def is_r7(source: Path) -> bool:
+    """Whether the source says itself that it is R7: then target r7 carries what it says."""
+    config = read_json(source / CONFIG)
+    return any("r7_routed_experts" in block for _, block in _places(source, config if isinstance(config, dict) else {}))
+
+
+def _r7_block_due(output: Evidence) -> Json:
+    """The R7 block of an output whose source had none, as its own headers have it; None where no layer is in R7's form."""
+    layers = {number: layer for number in sorted(output.expert_tensors) if (layer := output.layer(number)).r7_shared}
+    if not layers:
+        return None
+    shards = [sorted({entry.file for entry in layer.r7_shared.values()})[0] for layer in layers.values()]
+    return {
+        "schema": "r7-complete-v2-checkpoint-v1",
+        "schema_version": 2,
+        "codebook": "mcg",
+        "bits": "mixed_tensor",
+        "moe_layers": [min(layers), max(layers)],
+        "k_values": sorted({k for layer in layers.values() for _, ks in layer.k_rows() for k in ks}),
+        "tp_slice_quantum": 128,
+        "bit_map_manifests": [f"{shard.removesuffix('.safetensors')}.json" for shard in shards],
+    }
+
+
+def _check_moved(
+    part: Part,
+    block: Json,
+    places: Mapping[str, Mapping[str, Json]],
+    entries: Collection[Mapping[str, Json]],
+    made: Mapping[str, Json],
+) -> None:
+    """Each key of the source's block, the preferred place's where they differ, is kept or under the provenance; none is new but
+    those `made`, with their values.
+    """
     check = part.check("quantization_config: each key of the source's kept, or under the provenance", "keys")
     block = block if isinstance(block, dict) else {}
     known: dict[str, Json] = {}
@@ -71,7 +106,9 @@ def _check_moved(part: Part, block: Json, places: Mapping[str, Mapping[str, Json
                 entry["block"] == value or (isinstance(entry["block"], dict) and entry["block"].get(key) == value) for entry in entries
             )
             check.expect(here or away, f"{where}: {key}", "value", expected=f"kept, or under {PROVENANCE}", found=block.get(key))
-    for key in block.keys() - BLOCK_KEYS - known.keys():
+    for key, value in made.items():
+        check.same_json(f"{CONFIG}: quantization_config: {key}", expected=value, found=block.get(key))
+    for key in block.keys() - BLOCK_KEYS - known.keys() - made.keys():
         check.expect(False, f"{CONFIG}: quantization_config: {key}", "key", expected="one of the source", found=block[key])
 
 
@@ -144,9 +181,9 @@ def compare_metadata(source: Evidence, output: Evidence, part: Part) -> None:
             due: dict[str, str] = {**source.headers[name].metadata, "format": "pt"}
         else:
             theirs = {entry.file for entry in source.expert_tensors.get(layers.get(name, -1), ())}
-            own = {key: header.metadata[key] for key in ("layer", "tp", "rank") if key in header.metadata}  # the contract's to judge
+            own = {key: header.metadata[key] for key in PLACE if key in header.metadata}  # the contract's to judge
             due = {key: value for file in sorted(theirs, reverse=True) for key, value in source.headers[file].metadata.items()}
-            due.update({"format": "pt"}, **own)
+            due = {key: value for key, value in due.items() if key not in PLACE} | {"format": "pt"} | own
         check.same_json(f"{name}: __metadata__", expected=due, found=header.metadata)
     if (source.folder / INDEX).exists():
         with check.collecting():
@@ -161,11 +198,12 @@ def _without_size(index: Json) -> Json:
 
 
 def compare_files(
-    source: Evidence, output: Evidence, part: Part, *, target: str, listed: Collection[str], generated: Collection[str]
+    source: Evidence, output: Evidence, part: Part, *, stays_r7: bool, listed: Collection[str], generated: Collection[str]
 ) -> int:
     """Every other file, byte for byte, in both directions; returns the bytes compared.
 
-    `listed` are the files the manifest names, `generated` those of the output that the contract judges.
+    `listed` are the files the manifest names, `generated` those of the output that the contract judges. `stays_r7`: the source's
+    own sidecars and tier map are still true.
     """
     check = part.check("carried files: equal the source's, none missing, none of unknown origin", "files")
     nbytes = 0
@@ -175,12 +213,26 @@ def compare_files(
         before = source.folder / name
         if check.expect(before.is_file(), name, "file", expected="one of the source", found="none of that name there"):
             nbytes += _same_file(before, output.folder / name, check)
+    for name in sorted(generated):
+        if name.removesuffix(".json") + ".safetensors" in output.headers:
+            _check_producer(
+                output.folder / name, part.check("R7 sidecars made anew: r7convert's, so that the contract judges them", "files")
+            )
     gone = source.expert_tensors.keys() - output.expert_tensors.keys()
-    left_out = _describing(source, gone if target == "r7" else source.expert_tensors.keys(), tail_too=target != "r7")
+    left_out = _describing(source, gone if stays_r7 else source.expert_tensors.keys(), tail_too=not stays_r7)
     for path in sorted(source.folder.iterdir()):
         if _is_carried(path) and path.name not in left_out and path.name not in generated:
             check.expect(path.name in listed, path.name, "file of the source", expected="carried", found="left out")
     return nbytes
+
+
+def _check_producer(sidecar: Path, check: Check) -> None:
+    with check.collecting():
+        said = read_json(sidecar)
+        provenance = said.get("provenance") if isinstance(said, dict) else None
+        producer = provenance.get("producer") if isinstance(provenance, dict) else None
+        good = isinstance(producer, str) and is_ours(producer)
+        check.expect(good, f"{sidecar.name}: provenance", "producer", expected="r7convert and its version", found=producer)
 
 
 def _describing(source: Evidence, layers: Collection[int], *, tail_too: bool) -> set[str]:

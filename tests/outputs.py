@@ -17,14 +17,30 @@ from r7convert.verify import verify
 SMALL: dict[str, Any] = {"hidden": 128, "intermediate": 256, "experts": 3, "layers": 3, "dense": 1}
 SMALLEST: dict[str, Any] = {**SMALL, "experts": 2, "layers": 2}
 
-# name: (what the source is, what is asked of repack)
-OUTPUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+Choices = dict[str, Any]
+
+# name: (what the source is, what is asked of repack; of several, one after the other, the last is judged against the one before)
+OUTPUTS: dict[str, tuple[Choices, Choices | tuple[Choices, ...]]] = {
     "rank-sliced shared_h_v1": ({"mode": "uniform", "equal_tail_vectors": True}, {"target": "rank-sliced", "tp": 2}),
     "rank-sliced per_expert_v1": ({"mode": "uniform"}, {"target": "rank-sliced", "tp": 2, "reader": "r14"}),
     "slabs": ({"mode": "mixed"}, {"target": "slabs", "tp": 2}),
     "r7": ({"mode": "mixed", "tail_tp": 2}, {"target": "r7"}),
     "exl3": ({"mode": "mixed"}, {"target": "exl3"}),
+    "r7 made anew": ({"mode": "mixed"}, ({"target": "slabs", "tp": 1}, {"target": "r7", "tp": 2})),
+    "another tp": ({"mode": "uniform", "equal_tail_vectors": True}, ({"target": "slabs", "tp": 1}, {"target": "rank-sliced", "tp": 2})),
 }
+
+
+def make_chain(folder: Path, name: str) -> tuple[Path, Path]:
+    """The folders of an output's last step: its source and what it made."""
+    sample, choices = OUTPUTS[name]
+    write_sample(folder / "source", **SMALLEST, **sample)
+    source, made = folder / "source", folder / "output"
+    for turn, step in enumerate(choices if isinstance(choices, tuple) else (choices,)):
+        if turn:
+            source, made = made, folder / f"output-{turn}"
+        repack(source, made, **step)
+    return source, made
 
 
 @dataclass(frozen=True)
@@ -42,11 +58,7 @@ def maker(factory: pytest.TempPathFactory) -> Callable[[str], Made]:
 
     def get(name: str) -> Made:
         if name not in made:
-            folder = factory.mktemp("made")
-            sample, choices = OUTPUTS[name]
-            write_sample(folder / "source", **SMALLEST, **sample)
-            repack(folder / "source", folder / "output", **choices)
-            made[name] = Made(folder / "source", folder / "output")
+            made[name] = Made(*make_chain(factory.mktemp("made"), name))
         return made[name]
 
     return get

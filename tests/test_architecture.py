@@ -36,6 +36,7 @@ LEVELS = {
     "source": 3,
     "hub": 3,
     "sidecars": 3,
+    "vectors": 4,
     "cpu": 3,
     "policy": 3,
     "slabs": 3,

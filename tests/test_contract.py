@@ -28,6 +28,7 @@ pytestmark = pytest.mark.usefixtures("no_fsync")
 
 SMALLEST: dict[str, Any] = {"hidden": 128, "intermediate": 256, "experts": 3, "layers": 3, "dense": 1}
 OUTPUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "r7 made anew": ({"mode": "mixed", "target": "exl3"}, {"target": "r7"}),
     "shared": ({"mode": "uniform", "equal_tail_vectors": True}, {"target": "rank-sliced", "tp": 2}),
     "stock": ({"mode": "uniform"}, {"target": "rank-sliced", "tp": 2, "reader": "r14"}),
     "slabs": ({"mode": "mixed", "mtp": "r7"}, {"target": "slabs", "tp": 2}),
@@ -46,8 +47,13 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
         if name not in made:
             folder = tmp_path_factory.mktemp("made")
             sample, choices = OUTPUTS[name]
-            write_sample(folder / "source", **SMALLEST, **sample)
-            repack(folder / "source", folder / "output", **choices)
+            sample, between = {k: v for k, v in sample.items() if k != "target"}, sample.get("target")
+            write_sample(folder / "sample", **SMALLEST, **sample)
+            source = folder / "sample"
+            if between:
+                source = folder / "source"
+                repack(folder / "sample", source, target=between)
+            repack(source, folder / "output", **choices)
             made[name] = folder / "output"
         return made[name]
 
@@ -337,6 +343,7 @@ RULES: list[tuple[str, str, str, Harm]] = [
     ("shared", "MTP layers", "none said", config("num_nextn_predict_layers", 0)),
     # the tail and its map
     *[(name, "no r7_routed_experts", "one left", block("r7_routed_experts", {})) for name in ("shared", "slabs", "exl3")],
+    *[(name, "no r7convert_slabs", "one left", block("r7convert_slabs", {})) for name in ("shared", "r7", "exl3")],
     *[
         ("shared", "hybrid_tr3_tail: every key", f"{key} {value!r}", tail(key, value))
         for key, value in {
@@ -459,6 +466,8 @@ RULES: list[tuple[str, str, str, Harm]] = [
     ("r7", "r7_routed_experts is whole", "another schema", in_block(set_in("r7_routed_experts.schema", SCHEMA_OF_ANOTHER_CODEC))),
     ("r7", "r7_routed_experts is whole", "k_values as floats", in_block(set_in("r7_routed_experts.k_values", [3.0, 4.0]))),
     ("r7", "every layer is R7's or the tail's", "a shorter block", in_block(set_in("r7_routed_experts.moe_layers", [1, 1]))),
+    ("r7 made anew", "R7 sidecars", "another shard's digest", first_sidecar(lambda s: s.update(shard_sha256="0" * 64))),
+    ("r7 made anew", "R7 sidecars", "another layer", first_sidecar(lambda s: s.update(layer=7))),
     ("r7", "R7 sidecars", "another K", first_sidecar(lambda s: s["bit_map"].update(dict.fromkeys(s["bit_map"], 5)))),
 ]
 UNREACHED = {
