@@ -22,6 +22,11 @@ MANY_LAYERS = 12
 
 def sample(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="A new or empty folder.", show_default=False)],
+    kind: Annotated[Literal["r7", "rank-sliced", "exl3"], typer.Option(help="What it is: R7, or another form of EXL3 experts.")] = "r7",
+    family: Annotated[
+        Literal["glm", "deepseek", "deepseek-v4", "qwen", "kimi", "minimax"],
+        typer.Option(help="Whose names and config keys it has; deepseek-v4, kimi and minimax are for kind exl3 alone."),
+    ] = "glm",
     seed: Annotated[int, typer.Option(help="Same seed, same bytes.")] = 0,
     mode: Annotated[
         str, typer.Option(help="How K falls in a layer: mixed, uniform, odd, one-k, three-k; several with commas, taken in turn.")
@@ -32,13 +37,17 @@ def sample(
     layers: Annotated[int, typer.Option(help="Decoder layers, the MTP layer not counted.")] = 5,
     dense: Annotated[int, typer.Option(help="Layers without experts, before the others.")] = 3,
     k_values: Annotated[str, typer.Option(help="The K that experts may have, with commas.")] = "3,4,5",
-    mtp: Annotated[Literal["tail", "r7", "none"], typer.Option(help="Form of the MTP layer's experts.")] = "tail",
-    tail_tp: Annotated[int, typer.Option(help="Ranks of a tail.")] = 1,
+    mtp: Annotated[
+        Literal["tail", "r7", "bf16", "none"],
+        typer.Option(help="Form of the MTP layer's experts: a tail's (for other kinds than r7 their own), R7, BF16; or no such layer."),
+    ] = "tail",
+    tail_tp: Annotated[int, typer.Option(help="Ranks of a tail, or of a whole rank-sliced checkpoint.")] = 1,
     as_json: AsJson = False,
     quiet: Quiet = False,
     verbose: Verbose = False,
 ) -> None:
-    """Write a small but complete R7 checkpoint, with random weights."""
+    """Write a small but complete checkpoint, with random weights."""
+    from r7convert.experts import ranges
     from r7convert.sample import write_sample
 
     terminal = Terminal(as_json=as_json, quiet=quiet, verbose=verbose)
@@ -49,6 +58,8 @@ def sample(
     made = write_sample(
         folder,
         progress=terminal.progress(),
+        kind=kind,
+        family=family,
         seed=seed,
         mode=mode,
         hidden=hidden,
@@ -62,8 +73,10 @@ def sample(
     )
     files = sorted(folder.iterdir())
     nbytes = sum(path.stat().st_size for path in files)
-    data = {"folder": str(folder), "files": len(files), "bytes": nbytes, "seed": seed, "mode": mode, "r7_layers": list(made.r7_layers)}
-    said = f"{folder}: {len(files)} files, {in_bytes(nbytes)}, mode {mode}, R7 layers {_span(made.r7_layers)}"
+    data = {"folder": str(folder), "files": len(files), "bytes": nbytes, "kind": kind, "family": family, "seed": seed, "mode": mode}
+    data |= {"r7_layers": list(made.r7_layers), "moe_layers": list(made.moe_layers)}
+    what = f"R7 layers {ranges(made.r7_layers)}" if made.r7_layers else f"{kind}, experts in layers {ranges(made.moe_layers)}"
+    said = f"{folder}: {len(files)} files, {in_bytes(nbytes)}, mode {mode}, {what}"
     terminal.result(data, [said], command("inspect", folder))
 
 
@@ -109,6 +122,9 @@ def _inspect_lines(found: Inspection, verbose: bool) -> Iterator[str]:
 
     cp, g = found.checkpoint, found.checkpoint.geometry
     yield f"{cp.where}: {len(cp.tensors):,} tensors in {len(cp.headers)} shards, {in_bytes(cp.payload_bytes)}"
+    yield from wrap(f"kind: {found.kind}")
+    if found.names:
+        yield f"experts: {found.names}"
     yield f"hidden {g.hidden}, intermediate {g.intermediate} (tp {', '.join(map(str, legal_tps(g.intermediate)))})"
     experts = f"{g.experts} routed, {g.shared_experts} shared"
     yield from wrap(f"{g.layers} layers, experts from {g.first_moe} on: {experts}; tensors under {cp.root}")
@@ -238,10 +254,6 @@ def _rows(name: str, value: Any) -> Iterator[tuple[str, str]]:
         yield name.removesuffix("_bytes").replace("_", " "), in_bytes(value)
     else:
         yield name, "none" if value is None else str(value)
-
-
-def _span(layers: range) -> str:
-    return f"{layers[0]}-{layers[-1]}" if len(layers) > 1 else str(layers[0])
 
 
 COMMANDS: tuple[Callable[..., None], ...] = (inspect, stamp, sample, env)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,9 +71,23 @@ class Inspection:
     mtp: str
     targets: tuple[TargetAnswer, ...]
 
+    @property
+    def kind(self) -> str:
+        """What the checkpoint is, and the signs that say so."""
+        return f"{self.checkpoint.kind}: {_signs_of(self.checkpoint)}"
+
+    @property
+    def names(self) -> str:
+        """How the routed experts are spelled, all layers of one spelling in one pattern."""
+        layers = self.checkpoint.experts.values()
+        return "; ".join(dict.fromkeys(_pattern_of(layer) for layer in layers))
+
     def to_json(self) -> Json:
         cp, g = self.checkpoint, self.checkpoint.geometry
         return {
+            "kind": cp.kind,
+            "signs": _signs_of(cp),
+            "names": self.names,
             "source": {"repo": cp.source.repo, "commit": cp.source.commit, "sealed": MANIFEST in cp.sizes},
             "tensors": len(cp.tensors),
             "shards": len(cp.headers),
@@ -85,6 +100,7 @@ class Inspection:
                 "shared_experts": g.shared_experts,
                 "layers": g.layers,
                 "first_moe": g.first_moe,
+                "moe_layers": list(g.moe_layers),
                 "mtp_layers": g.mtp_layers,
                 "legal_tp": legal_tps(g.intermediate),
             },
@@ -99,6 +115,7 @@ class Inspection:
                     "layer": c.layer,
                     "tp": c.tp,
                     "hidden_vectors": c.hidden,
+                    "codebook": cp.experts[c.layer].codebook,
                     "mixed_experts": c.mixed_experts,
                     "k": {proj: {str(k): n for k, n in row.items()} for proj, row in c.counts.items()},
                 }
@@ -146,14 +163,44 @@ def inspect(checkpoint: Checkpoint) -> Inspection:
     )
 
 
+def _signs_of(checkpoint: Checkpoint) -> str:
+    r7, tail, said = checkpoint.r7, checkpoint.tail, []
+    if r7 is not None:
+        said.append(f"r7_routed_experts over layers {_span(r7.moe_layers)}, K {_words(r7.k_values)}")
+    if tail is not None:
+        ks = f"K {_words(tail.k_values)}" + (f" by {tail.map_file}" if tail.map_file else "")
+        said.append(f"hybrid_tr3_tail over layers {_span(tail.moe_layers)}, tp {tail.tp}, {tail.rotation_layout}, {ks}")
+    books = _words(dict.fromkeys(layer.codebook for layer in checkpoint.experts.values()))
+    if checkpoint.kind == "slabs":
+        said.append(f"r7convert_slabs, tp {next(iter(checkpoint.experts.values())).tp}")
+    elif checkpoint.kind == "exl3":
+        records = any((block or {}).get("tensor_storage") for block in (checkpoint.quantization, checkpoint.quantization_file))
+        said.append(f"whole matrices declared exl3, codebook {books}, {'a' if records else 'no'} tensor_storage")
+    return "; ".join(said) or "no routed experts in EXL3"
+
+
+def _span(layers: tuple[int, int]) -> str:
+    return ranges(range(layers[0], layers[1] + 1))
+
+
+def _words(values: Iterable[object]) -> str:
+    return ", ".join(map(str, values))
+
+
+def _pattern_of(layer: ExpertLayer) -> str:
+    """The names of a layer's routed experts, with {L}, {E} and the three words of its family."""
+    base = re.sub(r"\.\d+\.", ".{L}.", layer.base)
+    words = ",".join(layer.module(0, proj).rpartition(".")[2] for proj in PROJECTIONS)
+    return f"{base}.{{E}}.{{{words}}}"
+
+
 def census_of(layer: ExpertLayer) -> LayerCensus:
     counts = {proj: dict(sorted(Counter(row[nth] for row in layer.bits).items())) for nth, proj in enumerate(PROJECTIONS)}
     return LayerCensus(layer.layer, layer.tp, layer.hidden, counts, sum(len(set(row)) > 1 for row in layer.bits))
 
 
 def _stamp_due(files: StampFiles, checkpoint: Checkpoint) -> bool | None:
-    block = checkpoint.quantization or {}
-    target = "r7" if checkpoint.r7 else "slabs" if "r7convert_slabs" in block else "rank-sliced" if checkpoint.tail else "exl3"
+    target = "exl3" if checkpoint.kind == "other" else checkpoint.kind
     try:
         return bool(repair(files, target).changes)
     except R7Error:

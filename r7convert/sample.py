@@ -1,6 +1,6 @@
-"""A small but complete R7 checkpoint: what tests, the demo and benches convert when no real one is at hand.
+"""A small but complete checkpoint: what tests, the demo and benches convert when no real one is at hand. R7 unless asked otherwise.
 
-Every kind of tensor and every JSON block of a published R7 checkpoint is here, at a size that geometry alone decides: a few
+Every kind of tensor and every JSON block of a published checkpoint is here, at a size that geometry alone decides: a few
 MB by default, any number of GB when asked. Trellis words are random, which any decoder takes and which decode to the
 codebook's own near-Gaussian values; vectors are signs times magnitudes that keep activations near one. Each tensor has its
 own random stream, seeded by its name, and only raw generator words are used, so the bytes depend on the seed alone.
@@ -17,26 +17,22 @@ import numpy as np
 import numpy.typing as npt
 
 from r7convert.errors import UsageError, complain
-from r7convert.format import FIELDS, HADAMARD, MCG_MARKER, MCG_MULTIPLIER, PROJECTIONS, R7_SCHEMA, TAIL_FORMAT, TENSOR_SCHEMA, expert_module
+from r7convert.format import MCG_MARKER, MUL1_MARKER
 from r7convert.progress import Progress
-from r7convert.sample_shape import (
-    HEAD_DIM,
-    HEADS,
-    LORA,
-    TAIL_BITS,
-    VOCAB,
-    Sample,
-    SampleTensor,
-    carried_tensors,
-    carrier_of,
-    check_sample,
-    k_table,
-    r7_shard,
-    r7_tensors,
+from r7convert.sample_config import (
+    TIER_MAP,
+    config_json,
+    index_json,
+    older_quant_config,
+    quantization_json,
+    sidecar_json,
+    storage_json,
+    tier_map_json,
 )
+from r7convert.sample_shape import Sample, check_sample
+from r7convert.sample_tensors import SampleTensor, plan_shards
 from r7convert.store import FileRecord, WholeFile, encode_header, write_bytes, write_json
 
-Json = Any
 Words = npt.NDArray[np.uint64]
 Floats = npt.NDArray[np.float32]
 
@@ -48,7 +44,7 @@ def write_sample(folder: Path, *, progress: Progress | None = None, **choices: A
 
     Raises:  UsageError for a folder that holds something or a choice that cannot be; UnsupportedError for a tail tp that cuts
              a Hadamard block.
-    Source:  FORMAT.md section 2, CASES.md "Fixture F0".
+    Source:  FORMAT.md sections 2, 4 and 8, CASES.md "Fixture F0".
     """
     sample = Sample(**choices)
     check_sample(sample)
@@ -65,24 +61,27 @@ def write_sample(folder: Path, *, progress: Progress | None = None, **choices: A
 
 
 def _write(folder: Path, sample: Sample, progress: Progress) -> None:
-    shards: dict[str, list[SampleTensor]] = {r7_shard(layer): list(r7_tensors(sample, layer)) for layer in sample.r7_layers}
-    for tensor in carried_tensors(sample):
-        shards.setdefault(carrier_of(tensor.name, sample), []).append(tensor)
+    shards = plan_shards(sample)
     progress.start(sum(t.nbytes for tensors in shards.values() for t in tensors), "sample")
     for shard, tensors in shards.items():
         # The safetensors library writes by falling dtype, then by name: expert 10 comes before expert 2, markers first.
         tensors.sort(key=lambda t: (("I32", "F32", "BF16", "F16", "I16").index(t.dtype), t.name))
         record, payload_sha256 = _write_shard(folder / shard, tensors, sample.seed, progress)
         if shard.startswith("r7-experts-"):
-            write_json(folder / f"{Path(shard).stem}.json", _sidecar(sample, shard, record, payload_sha256))
-    write_json(folder / "model.safetensors.index.json", _index(shards))
-    _write_small_files(folder)
-    quantization = _quantization_config(sample, [t for tensors in shards.values() for t in tensors])
-    write_json(folder / "quantization_config.json", quantization)
+            write_json(folder / f"{Path(shard).stem}.json", sidecar_json(sample, shard, record, payload_sha256))
+    everything = [t for tensors in shards.values() for t in tensors]
+    write_json(folder / "model.safetensors.index.json", index_json(shards))
+    _write_small_files(folder, sample.kind)
+    quantization = quantization_json(sample, everything)
+    if sample.kind == "exl3" and sample.storage:  # exllamav3 has the records in this file alone
+        write_json(folder / "quantization_config.json", {**quantization, "tensor_storage": storage_json(sample, everything)})
+    elif sample.kind != "exl3":
+        write_json(folder / "quantization_config.json", quantization)
     if sample.hf_quant_config:
-        old = {"producer": quantization["producer"], "quantization": {"quant_algo": "NVFP4", "exclude_modules": ["lm_head"]}}
-        write_json(folder / "hf_quant_config.json", old)
-    write_json(folder / "config.json", _config(sample, quantization))
+        write_json(folder / "hf_quant_config.json", older_quant_config())
+    if (tiers := tier_map_json(sample)) is not None:
+        write_json(folder / TIER_MAP, tiers)
+    write_json(folder / "config.json", config_json(sample, quantization))
     progress.finish()
 
 
@@ -91,8 +90,8 @@ def _write(folder: Path, sample: Sample, progress: Progress) -> None:
 
 def _payload(tensor: SampleTensor, seed: int) -> Iterator[bytes]:
     """The bytes of a tensor, in chunks of bounded size."""
-    if tensor.name.endswith(".mcg"):
-        yield MCG_MARKER.to_bytes(4, "little", signed=True)
+    if tensor.dtype == "I32":
+        yield (MUL1_MARKER if tensor.name.endswith(".mul1") else MCG_MARKER).to_bytes(4, "little", signed=True)
         return
     generator = np.random.SFC64(int.from_bytes(hashlib.sha256(f"{seed}/{tensor.stream}".encode()).digest()[:16], "little"))
     left = tensor.nbytes
@@ -133,119 +132,7 @@ def _write_shard(path: Path, tensors: Sequence[SampleTensor], seed: int, progres
     return file.record, payload.hexdigest()
 
 
-# ---- JSON -------------------------------------------------------------------------------------------------------------
-
-
-def _sidecar(sample: Sample, shard: str, record: FileRecord, payload_sha256: str) -> Json:
-    layer = int(shard.removesuffix(".safetensors")[-3:])
-    bit_map = {
-        expert_module(sample.root, layer, expert, proj): k
-        for expert, bits in enumerate(k_table(sample, layer))
-        for proj, k in zip(PROJECTIONS, bits, strict=True)
-    }
-    return {
-        "schema": R7_SCHEMA,
-        "layer": layer,
-        "shard": shard,
-        "shard_sha256": record.sha256,
-        "payload_sha256": payload_sha256,
-        "bit_map": bit_map,
-        "provenance": {"producer": "r7convert sample", "seed": sample.seed, "mode": sample.mode},
-    }
-
-
-def _index(shards: dict[str, list[SampleTensor]]) -> Json:
-    weight_map = {t.name: shard for shard, tensors in shards.items() for t in tensors}
-    total = sum(t.nbytes for tensors in shards.values() for t in tensors)
-    return {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-
-
-def _storage(tensors: Sequence[SampleTensor], *, experts: bool) -> Json:
-    """tensor_storage: a record for each EXL3 module, those of routed experts only where asked."""
-    modules: dict[str, list[SampleTensor]] = {}
-    for t in tensors:
-        module, _, field = t.name.rpartition(".")
-        if field in FIELDS and ".rank" not in t.name and (experts or ".experts." not in t.name):
-            modules.setdefault(module, []).append(t)
-    torch_name = {"I16": "torch.int16", "F16": "torch.float16", "I32": "torch.int32"}
-    return {
-        module: {
-            "quant_format": "exl3",
-            "stored_tensors": {t.name: {"shape": list(t.shape), "n_bytes": t.nbytes, "dtype": torch_name[t.dtype]} for t in stored},
-            "bits_per_weight": next(t.shape[-1] // 16 for t in stored if t.name.endswith(".trellis")),
-            "mcg_multiplier": MCG_MULTIPLIER,
-        }
-        for module, stored in sorted(modules.items())
-    }
-
-
-def _quantization_config(sample: Sample, tensors: Sequence[SampleTensor]) -> Json:
-    """The block as published: the stamp of an earlier producer over EXL3 payloads."""
-    first, last = sample.r7_layers[0], sample.r7_layers[-1]
-    return {
-        "quant_method": "modelopt",
-        "quant_algo": "NVFP4",
-        "producer": {"name": "modelopt", "version": "0.41.0"},
-        "config_groups": {"group_0": {"weights": {"num_bits": 4, "type": "float", "group_size": 16}, "targets": ["Linear"]}},
-        "ignore": ["lm_head", "*.self_attn.*", "*.mlp.gate", "*.shared_experts.*"],
-        "r7_routed_experts": {
-            "schema": R7_SCHEMA,
-            "schema_version": 2,
-            "feature": "r7-routed-experts",
-            "codebook": "mcg",
-            "bits": "mixed_tensor",
-            "moe_layers": [first, last],
-            "k_values": list(sample.k_values),
-            "target_bpw": 3.5,
-            "tp_slice_quantum": HADAMARD,
-            "bit_map_manifests": [f"r7-experts-layer-{layer:03d}.json" for layer in sample.r7_layers],
-        },
-        "tensor_storage": _storage(tensors, experts=sample.storage_for_experts),
-    }
-
-
-def _config(sample: Sample, quantization: Json) -> Json:
-    sizes: dict[str, Json] = {
-        "model_type": "glm_moe_dsa",
-        "hidden_size": sample.hidden,
-        "intermediate_size": sample.intermediate,
-        "moe_intermediate_size": sample.intermediate,
-        "n_routed_experts": sample.experts,
-        "n_shared_experts": 1,
-        "num_experts_per_tok": min(8, sample.experts),
-        "num_hidden_layers": sample.layers,
-        "first_k_dense_replace": sample.dense,
-        "num_nextn_predict_layers": sample.geometry.mtp_layers,
-        "num_attention_heads": HEADS,
-        "num_key_value_heads": HEADS,
-        "q_lora_rank": LORA,
-        "kv_lora_rank": LORA,
-        "qk_nope_head_dim": HEAD_DIM // 2,
-        "qk_rope_head_dim": HEAD_DIM // 2,
-        "v_head_dim": HEAD_DIM,
-        "vocab_size": VOCAB,
-        "hidden_act": "silu",
-    }
-    config: dict[str, Json] = {"architectures": ["GlmMoeDsaForCausalLM"], "torch_dtype": "bfloat16"}
-    if sample.nested:
-        config |= {"model_type": "glm_moe_vision", "text_config": {**sizes, "quantization_config": quantization}}
-    else:
-        config |= sizes
-    config["quantization_config"] = quantization
-    if sample.mtp == "tail":
-        config["hybrid_tr3_tail"] = {
-            "format": TAIL_FORMAT,
-            "codebook": "mcg",
-            "bits": TAIL_BITS,
-            "experts_per_layer": sample.experts,
-            "moe_layers": [sample.layers, sample.layers],
-            "tensor_schema": TENSOR_SCHEMA,
-            "tp": sample.tail_tp,
-        }
-    return config
-
-
-def _write_small_files(folder: Path) -> None:
+def _write_small_files(folder: Path, kind: str) -> None:
     """The files around the weights, as stubs that their readers take."""
     words = {"<unk>": 0, "<eos>": 1, "hello": 2, "world": 3}
     tokenizer = {"version": "1.0", "added_tokens": [], "model": {"type": "WordLevel", "vocab": words, "unk_token": "<unk>"}}
@@ -254,4 +141,6 @@ def _write_small_files(folder: Path) -> None:
     write_json(folder / "generation_config.json", {"eos_token_id": 1, "temperature": 1.0})
     write_bytes(folder / "chat_template.jinja", b"{% for m in messages %}{{ m.content }}<eos>{% endfor %}\n")
     write_bytes(folder / "LICENSE", b"The sample's weights are random numbers: do with them what you like.\n")
-    write_bytes(folder / "README.md", b"---\nlicense: cc0-1.0\n---\n\n# An R7 sample\n\nRandom weights in the shape of an R7 checkpoint.\n")
+    word = {"r7": "R7"}.get(kind, kind)
+    page = f"---\nlicense: cc0-1.0\n---\n\n# An {word} sample\n\nRandom weights in the shape of an {word} checkpoint.\n"
+    write_bytes(folder / "README.md", page.encode())

@@ -1,53 +1,110 @@
-"""What a sample checkpoint holds: its sizes, the K of every matrix, and every tensor with its file. Pure; sample.py writes it."""
+"""What a sample checkpoint is: its kind and family, its sizes, the K of every matrix. Pure; sample_tensors.py and sample.py go on."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 from r7convert.errors import UsageError, complain
-from r7convert.format import (
-    FIELD_DTYPE,
-    FIELDS,
-    HADAMARD,
-    PROJECTIONS,
-    R7_K_VALUES,
-    Geometry,
-    check_tp,
-    expected_shape,
-    expert_module,
-    layer_of,
-    rank_name,
-    tensor_nbytes,
-)
+from r7convert.families import CANONICAL
+from r7convert.format import HADAMARD, R7_K_VALUES, TAIL_K_VALUES, Geometry, check_tp
 
 MODES = ("mixed", "uniform", "odd", "one-k", "three-k")
+STOCK_MODES = ("uniform", "odd", "one-k")
+KINDS: Mapping[str, frozenset[int]] = {"r7": R7_K_VALUES, "rank-sliced": TAIL_K_VALUES, "exl3": frozenset(range(1, 9))}
+"""The kinds that can be written, and the K that each may have."""
 TAIL_BITS = 3
-DENSE_BITS = 6
-CARRIER = "model-carrier.safetensors"
-CODEBOOK_STD = 1.24371088
-VOCAB, HEADS, HEAD_DIM, LORA = 128, 4, 64, 128
+
+
+@dataclass(frozen=True, slots=True)
+class SampleFamily:
+    """How one model family is written: the words of its config and of its names. `shared` and `mtp` are "" where it has none; `mtp` is
+    the root of MTP layers that count from 0. `dense` is the key that holds a list of dense layers, or one word a layer.
+    """
+
+    architecture: str
+    model_type: str
+    count: str = "n_routed_experts"
+    size: str = "moe_intermediate_size"
+    shared_count: str = "n_shared_experts"
+    mtp_count: str = "num_nextn_predict_layers"
+    first_dense: str = "first_k_dense_replace"
+    dense: str = "mlp_layer_types"
+    root: str = "model.layers"
+    spelling: str = CANONICAL
+    shared: str = "shared_experts"
+    mtp: str = "model.layers"
+
+
+FAMILIES: Mapping[str, SampleFamily] = {
+    "glm": SampleFamily("GlmMoeDsaForCausalLM", "glm_moe_dsa"),
+    "deepseek": SampleFamily("DeepseekV3ForCausalLM", "deepseek_v3", dense="moe_layer_freq"),
+    "deepseek-v4": SampleFamily("DeepseekV4ForCausalLM", "deepseek_v4", first_dense="", dense="", root="layers", spelling="ffn", mtp="mtp"),
+    "qwen": SampleFamily(
+        "Qwen3_5MoeForCausalLM",
+        "qwen3_5_moe_text",
+        count="num_experts",
+        shared_count="shared_expert_intermediate_size",
+        mtp_count="mtp_num_hidden_layers",
+        first_dense="",
+        dense="mlp_only_layers",
+        shared="shared_expert",
+        mtp="mtp.layers",
+    ),
+    "kimi": SampleFamily(
+        "KimiLinearForCausalLM",
+        "kimi_linear",
+        count="num_experts",
+        shared_count="num_shared_experts",
+        mtp_count="",
+        dense="",
+        spelling="block_sparse_moe",
+        mtp="",
+    ),
+    "minimax": SampleFamily(
+        "MiniMaxM2ForCausalLM",
+        "minimax_m2",
+        count="num_local_experts",
+        size="intermediate_size",
+        shared_count="",
+        mtp_count="",
+        first_dense="",
+        dense="",
+        spelling="block_sparse_moe",
+        shared="",
+        mtp="",
+    ),
+}
+"""DeepSeek's V4 and MiniMax's models have no dense layers, MiniMax's and Kimi's published ones no MTP layers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
     """What to write. The defaults are the fixture F0 of CASES.md.
 
-    mode: how K falls in a layer, one word or several with commas, taken by the R7 layers in turn:
+    kind: "r7", "rank-sliced" or "exl3", see kinds.py; family: a key of FAMILIES.
+    mode: how K falls in a layer, one word or several with commas, taken by the layers in turn:
         mixed    an own K per expert and projection, gate and up apart in expert 0 at least
         uniform  one K per expert, the two lowest of `k_values` by turns: lossless for rank-sliced
         odd      the same, split 3:1
         one-k    one K in the whole layer, the next layer has the next
         three-k  one K per expert, all of `k_values` by turns
-    mtp: the multi-token-prediction layer's experts: in the older rank-sliced form, uniform K3, at `tail_tp` ("tail"); in
-        R7 form under the R7 block ("r7"); or no such layer ("none"). `equal_tail_vectors` gives all experts of a tail the
-        same hidden-side vectors, as shared_h_v1 needs.
+    mtp: the multi-token-prediction layers' experts. For kind r7 in the older rank-sliced form, uniform K3, at `tail_tp` ("tail"),
+        or in R7 form under the R7 block ("r7"); for other kinds as in all layers ("tail"); in BF16 ("bf16"); or no such
+        layers ("none").
+    tail_tp: ranks, of a tail or of a whole rank-sliced checkpoint. `equal_tail_vectors` gives all experts of a layer of it the same
+        hidden-side vectors, as shared_h_v1 needs; `shared_h` is that layout.
+    dense: layers without experts before the others; `dense_too`: more of them, in between.
     nested: a vision wrapper's shape: sizes under `text_config`, tensors under `model.language_model.layers`.
     split: carried tensors in one file a layer, as published, in place of a single carrier.
+    codebook: of kind exl3; `storage` False leaves out tensor_storage and quantization_config.json, as older versions did.
+    shared_bits: K of the shared experts, 0 for BF16.
     """
 
+    kind: Literal["r7", "rank-sliced", "exl3"] = "r7"
+    family: str = "glm"
     seed: int = 0
     mode: str = "mixed"
     hidden: int = 256
@@ -55,68 +112,94 @@ class Sample:
     experts: int = 4
     layers: int = 5
     dense: int = 3
+    dense_too: tuple[int, ...] = ()
     k_values: tuple[int, ...] = (3, 4, 5)
-    mtp: Literal["tail", "r7", "none"] = "tail"
+    mtp: Literal["tail", "r7", "bf16", "none"] = "tail"
+    mtp_layers: int = 1
     tail_tp: int = 1
     equal_tail_vectors: bool = False
+    shared_h: bool = False
     nested: bool = False
     per_expert_vectors: bool = False
+    codebook: Literal["mcg", "mul1"] = "mcg"
+    storage: bool = True
     storage_for_experts: bool = False
+    shared_bits: int = 0
     hf_quant_config: bool = False
     split: bool = False
 
     @property
+    def words(self) -> SampleFamily:
+        return FAMILIES[self.family]
+
+    @property
     def root(self) -> str:
-        return "model.language_model.layers" if self.nested else "model.layers"
+        return "model.language_model.layers" if self.nested else self.words.root
+
+    @property
+    def moe_layers(self) -> tuple[int, ...]:
+        return tuple(layer for layer in range(self.dense, self.layers) if layer not in self.dense_too)
 
     @property
     def geometry(self) -> Geometry:
-        mtp_layers = int(self.mtp != "none")
-        moe = tuple(range(self.dense, self.layers))
-        return Geometry(self.hidden, self.intermediate, self.experts, 1, self.layers, moe, mtp_layers, self.nested)
+        mtp_layers, shared = self.mtp_layers * (self.mtp != "none"), int(self.words.shared != "")
+        return Geometry(self.hidden, self.intermediate, self.experts, shared, self.layers, self.moe_layers, mtp_layers, self.nested)
 
     @property
-    def r7_layers(self) -> range:
-        return range(self.dense, self.layers + (self.mtp == "r7"))
+    def r7_layers(self) -> tuple[int, ...]:
+        """Layers whose experts are in R7 form."""
+        if self.kind != "r7":
+            return ()
+        return self.moe_layers + tuple(range(self.layers, self.layers + self.mtp_layers * (self.mtp == "r7")))
 
     @property
     def all_layers(self) -> range:
-        return range(self.layers + (self.mtp != "none"))
+        return range(self.layers + self.geometry.mtp_layers)
 
+    def is_ranked(self, layer: int) -> bool:
+        return self.kind == "rank-sliced" or (self.kind == "r7" and layer >= self.layers and self.mtp == "tail")
 
-@dataclass(frozen=True, slots=True)
-class SampleTensor:
-    """A tensor to write. `stream` names its random stream: copies of one vector on several ranks share it."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    stream: str
-    gain: float = 1.0
-
-    @property
-    def nbytes(self) -> int:
-        return tensor_nbytes(self.dtype, self.shape)
+    def base(self, layer: int) -> str:
+        """What the names of a layer's tensors begin with."""
+        at_end = layer < self.layers or self.words.mtp in ("", "model.layers")
+        return f"{self.root}.{layer}" if at_end else f"{self.words.mtp}.{layer - self.layers}"
 
 
 def check_sample(sample: Sample) -> None:
     def refuse(what: str, expected: object, found: object) -> None:
         raise UsageError(complain("sample", what, expected=expected, found=found))
 
+    if sample.kind not in KINDS:
+        refuse("--kind", f"one of {', '.join(KINDS)}", repr(sample.kind))
+    if sample.family not in FAMILIES:
+        refuse("--family", f"one of {', '.join(FAMILIES)}", repr(sample.family))
+    words = sample.words
+    modes = STOCK_MODES if sample.kind == "rank-sliced" else MODES
     for mode in sample.mode.split(","):
-        if mode not in MODES:
-            refuse("--mode", f"one of {', '.join(MODES)}", repr(mode))
+        if mode not in modes:
+            refuse("--mode", f"one of {', '.join(modes)}", repr(mode))
     for name, size in (("hidden", sample.hidden), ("intermediate", sample.intermediate)):
         if size < HADAMARD or size % HADAMARD:
             refuse(f"--{name}", f"a multiple of {HADAMARD}", size)
     if not 0 <= sample.dense < sample.layers:
         refuse("--dense", f"fewer than the {sample.layers} layers", sample.dense)
+    if sample.dense and not (words.first_dense or words.dense):
+        refuse("--dense", f"0: family {sample.family} has no dense layers", sample.dense)
+    if sample.dense_too and (not words.dense or not sample.moe_layers or sample.kind != "exl3"):
+        refuse("dense_too", "kind exl3 and a family that lists its dense layers", f"{sample.kind}, {sample.family}")
     if sample.experts < 1:
         refuse("--experts", "at least 1", sample.experts)
-    if not sample.k_values or not set(sample.k_values) <= R7_K_VALUES or tuple(sorted(set(sample.k_values))) != sample.k_values:
-        refuse("--k-values", f"ascending, out of {sorted(R7_K_VALUES)}", list(sample.k_values))
-    if sample.mtp not in ("tail", "r7", "none"):
-        refuse("--mtp", "tail, r7 or none", repr(sample.mtp))
+    allowed = KINDS[sample.kind]
+    if not sample.k_values or not set(sample.k_values) <= allowed or tuple(sorted(set(sample.k_values))) != sample.k_values:
+        refuse("--k-values", f"ascending, out of {sorted(allowed)}", list(sample.k_values))
+    if sample.mtp not in ("tail", "r7", "bf16", "none"):
+        refuse("--mtp", "tail, r7, bf16 or none", repr(sample.mtp))
+    if sample.mtp != "none" and not words.mtp:
+        refuse("--mtp", f"none: family {sample.family} has no MTP layers", sample.mtp)
+    if sample.kind != "exl3" and words.spelling != CANONICAL:
+        refuse("--family", f"one with FORMAT.md's own names for kind {sample.kind}", sample.family)
+    if sample.codebook != "mcg" and sample.kind != "exl3":
+        refuse("codebook", f"mcg for kind {sample.kind}", sample.codebook)
     check_tp(sample.tail_tp, sample.intermediate)
 
 
@@ -124,8 +207,10 @@ def check_sample(sample: Sample) -> None:
 
 
 def k_table(sample: Sample, layer: int) -> list[tuple[int, int, int]]:
-    """K of (gate, up, down) of each expert of an R7 layer."""
+    """K of (gate, up, down) of each expert of a layer; those of an R7 checkpoint's tail have one K."""
     modes, ks = sample.mode.split(","), sample.k_values
+    if sample.kind == "r7" and sample.is_ranked(layer):
+        return [(TAIL_BITS,) * 3] * sample.experts
     nth = layer - sample.dense
     mode = modes[nth % len(modes)]
     if mode == "mixed":
@@ -155,117 +240,3 @@ def _mixed_k(sample: Sample, layer: int, expert: int) -> tuple[int, int, int]:
     up = (gate + 1) % len(ks) if apart else gate
     down = min(gate + 1, len(ks) - 1) if draw[2] < 0.75 else int(draw[3] * len(ks))
     return ks[gate], ks[up], ks[down]
-
-
-# ---- which tensors ----------------------------------------------------------------------------------------------------
-
-
-def _exl3(name: str, shape: tuple[int, ...], stream: str | None = None, fan_in: int = 1) -> SampleTensor:
-    """One tensor of an EXL3 matrix. Input scales hold the whole magnitude, 1/sqrt(in), so that outputs are near one."""
-    field = name.rsplit(".", 1)[1].removeprefix("gate_up_").removeprefix("down_")
-    gain = 1 / (CODEBOOK_STD * fan_in**0.5) if field == "suh" else 1.0
-    return SampleTensor(name, FIELD_DTYPE[field], shape, stream or name, gain)
-
-
-def r7_tensors(sample: Sample, layer: int) -> Iterator[SampleTensor]:
-    geometry, experts = sample.geometry, f"{sample.root}.{layer}.mlp.experts"
-    if not sample.per_expert_vectors:
-        yield _exl3(f"{experts}.r7_shared.gate_up_suh", (sample.hidden,), fan_in=sample.hidden)
-        yield _exl3(f"{experts}.r7_shared.down_svh", (sample.hidden,))
-    for expert, bits in enumerate(k_table(sample, layer)):
-        for proj, k in zip(PROJECTIONS, bits, strict=True):
-            hidden_side, fan_in = ("svh", sample.intermediate) if proj == "down_proj" else ("suh", sample.hidden)
-            for field in FIELDS:
-                if field != hidden_side or sample.per_expert_vectors:
-                    name = f"{expert_module(sample.root, layer, expert, proj)}.{field}"
-                    yield _exl3(name, expected_shape(geometry, proj, field, k), fan_in=fan_in)
-
-
-def _tail_tensors(sample: Sample, layer: int) -> Iterator[SampleTensor]:
-    geometry = sample.geometry
-    for expert in range(sample.experts):
-        for proj in PROJECTIONS:
-            hidden_side, fan_in = ("svh", sample.intermediate) if proj == "down_proj" else ("suh", sample.hidden)
-            for rank in range(sample.tail_tp):
-                for field in FIELDS:
-                    name = rank_name(sample.root, layer, expert, proj, rank, field)
-                    stream = name
-                    if field == hidden_side:
-                        whose = "all" if sample.equal_tail_vectors else expert
-                        stream = f"{sample.root}.{layer}.mlp.experts.{whose}.{proj}.{field}"
-                    yield _exl3(name, expected_shape(geometry, proj, field, TAIL_BITS, sample.tail_tp), stream, fan_in)
-
-
-def _dense_exl3(module: str, rows: int, cols: int) -> Iterator[SampleTensor]:
-    shapes: dict[str, tuple[int, ...]] = {
-        "trellis": (rows // 16, cols // 16, 16 * DENSE_BITS),
-        "suh": (rows,),
-        "svh": (cols,),
-        "mcg": (),
-    }
-    for field, shape in shapes.items():
-        yield _exl3(f"{module}.{field}", shape, fan_in=rows)
-
-
-def _weight(name: str, rows: int, cols: int) -> SampleTensor:
-    return SampleTensor(name, "BF16", (rows, cols), name, cols**-0.5)
-
-
-def _norm(name: str, size: int) -> SampleTensor:
-    return SampleTensor(name, "BF16", (size,), name)
-
-
-def carried_tensors(sample: Sample) -> Iterator[SampleTensor]:
-    """Everything but the R7 experts: embeddings, head, norms, attention, routers, dense MLPs, shared experts, the MTP tail."""
-    hidden, inner = sample.hidden, sample.intermediate
-    body = sample.root.removesuffix(".layers")
-    yield _weight(f"{body}.embed_tokens.weight", VOCAB, hidden)
-    yield _norm(f"{body}.norm.weight", hidden)
-    yield _weight("lm_head.weight", VOCAB, hidden)
-    for layer in sample.all_layers:
-        base = f"{sample.root}.{layer}"
-        yield _norm(f"{base}.input_layernorm.weight", hidden)
-        yield _norm(f"{base}.post_attention_layernorm.weight", hidden)
-        yield from _attention(f"{base}.self_attn", hidden, quantized=sample.dense <= layer < sample.layers)
-        mlp = f"{base}.mlp"
-        if layer >= sample.dense:
-            yield _weight(f"{mlp}.gate.weight", sample.experts, hidden)
-            yield SampleTensor(f"{mlp}.gate.e_score_correction_bias", "F32", (sample.experts,), f"{mlp}.bias", 0.1)
-            mlp += ".shared_experts"
-        yield _weight(f"{mlp}.gate_proj.weight", inner, hidden)
-        yield _weight(f"{mlp}.up_proj.weight", inner, hidden)
-        yield _weight(f"{mlp}.down_proj.weight", hidden, inner)
-        if layer == sample.layers:
-            yield _weight(f"{base}.eh_proj.weight", hidden, 2 * hidden)
-            for norm in ("enorm", "hnorm", "shared_head.norm"):
-                yield _norm(f"{base}.{norm}.weight", hidden)
-    if sample.mtp == "tail":
-        yield from _tail_tensors(sample, sample.layers)
-
-
-def _attention(base: str, hidden: int, *, quantized: bool) -> Iterator[SampleTensor]:
-    wide = HEADS * HEAD_DIM
-    yield _weight(f"{base}.q_a_proj.weight", LORA, hidden)
-    yield _norm(f"{base}.q_a_layernorm.weight", LORA)
-    yield _weight(f"{base}.kv_a_proj_with_mqa.weight", LORA + HEAD_DIM // 2, hidden)
-    yield _norm(f"{base}.kv_a_layernorm.weight", LORA)
-    yield _weight(f"{base}.kv_b_proj.weight", 2 * wide, LORA)
-    if quantized:
-        yield from _dense_exl3(f"{base}.q_b_proj", LORA, wide)
-        yield from _dense_exl3(f"{base}.o_proj", wide, hidden)
-    else:
-        yield _weight(f"{base}.q_b_proj.weight", wide, LORA)
-        yield _weight(f"{base}.o_proj.weight", hidden, wide)
-
-
-def r7_shard(layer: int) -> str:
-    return f"r7-experts-layer-{layer:03d}.safetensors"
-
-
-def carrier_of(name: str, sample: Sample) -> str:
-    layer = layer_of(name)
-    if not sample.split:
-        return CARRIER
-    if ".shared_experts." in name:
-        return "model-sharedbf16.safetensors"
-    return "model-base.safetensors" if layer is None else f"model-layer-{layer:03d}.safetensors"

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from r7convert import sample
-from r7convert.sample_shape import SampleTensor
+from r7convert.sample_tensors import SampleTensor
 from r7convert.store import FileRecord, encode_header
 
 GLM = {"hidden": 6144, "intermediate": 2048, "split": True, "tail_tp": 4, "equal_tail_vectors": True}
