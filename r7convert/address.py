@@ -120,7 +120,7 @@ def read_origin(folder: Path) -> Repo | None:
         note = json.loads((folder / RECEIPT).read_bytes())
         if isinstance(note, dict) and isinstance(note.get("repo"), str) and _COMMIT.fullmatch(str(note.get("commit"))):
             return Repo(note["repo"], note["commit"])
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         pass
     place = folder.absolute()  # as named, not resolved: inside a snapshot the files are links, the folder is real
     if place.parent.name == "snapshots" and _COMMIT.fullmatch(place.name) and place.parent.parent.name.startswith("models--"):

@@ -6,10 +6,9 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 from r7convert.checkpoint import SHARD, Checkpoint
-from r7convert.errors import FormatError
 from r7convert.format import TensorEntry
 from r7convert.sidecars import sidecar_names
-from r7convert.store import check_plain_name
+from r7convert.store import is_plain_name
 
 _OURS = frozenset({"config.json", "quantization_config.json", "hf_quant_config.json", "model.safetensors.index.json"})
 _SEALS = frozenset({"MANIFEST.json", "VERDICT.json", "slabs.json"})
@@ -62,16 +61,8 @@ def small_files(checkpoint: Checkpoint, target: str, *, drop_mtp: bool) -> tuple
     for name in checkpoint.sizes:
         if name.endswith(SHARD) or name in describing:
             continue
-        if name.lower().endswith(_OTHER_WEIGHTS) or not _is_plain(name):
+        if name.lower().endswith(_OTHER_WEIGHTS) or not is_plain_name(name):
             left_out.append(name)
         else:
             files.append(name)
     return tuple(files), tuple(sorted(left_out))
-
-
-def _is_plain(name: str) -> bool:
-    try:
-        check_plain_name(name, name)
-    except FormatError:
-        return False
-    return True

@@ -7,6 +7,7 @@ so that a repo on the Hub, read by range requests, passes exactly the same ones.
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,7 +33,7 @@ from r7convert.kinds import Kind, Signs, check_layers, check_modules, check_sign
 from r7convert.sidecars import check_bit_map, check_tail_map
 from r7convert.signs import LayerNames, build_layer
 from r7convert.source import Folder, Source, collect, compare_payloads
-from r7convert.store import Header, check_plain_name
+from r7convert.store import Header, check_plain_name, find_twins
 
 Json = Any
 
@@ -247,10 +248,12 @@ def _read_index(source: Source, sizes: Mapping[str, int], bad: Offences) -> tupl
     for file in weight_map.values():
         if not isinstance(file, str):
             collect(bad, check_plain_name, file, INDEX)
-    for name in sorted({file for file in weight_map.values() if isinstance(file, str)}):
+    files = Counter(file for file in weight_map.values() if isinstance(file, str))
+    for name, count in sorted(files.items()):
         if collect(bad, check_plain_name, name, INDEX) and name not in sizes:
-            count = sum(file == name for file in weight_map.values())
             bad.add(name, f"missing file, named by {count} index entries", do="Download it, or repair the index.")
+    if twins := find_twins(files):
+        bad.add(INDEX, "files whose names differ in case only", expected="one", found=twins, do="Rename one, in the index too.")
     bad.check()
     return weight_map, metadata if isinstance(metadata, dict) else {}
 

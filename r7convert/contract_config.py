@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from r7convert.format import (
     parse_r7_block,
     parse_tail,
 )
-from r7convert.store import read_json
+from r7convert.store import check_plain_name, is_plain_name, read_json
 
 Json = Any
 Config = Mapping[str, Json]
@@ -113,7 +114,7 @@ def check_tail(folder: Path, config: Config, part: Part, *, experts: int, tp: in
     for key in ("tp", "experts_per_layer", "bits"):
         check.expect(not isinstance(raw.get(key), float), where, f"{key}: readers truncate", expected="an integer", found=raw.get(key))
     if tail.map_file is not None:
-        plain = tail.map_file != "" and "/" not in tail.map_file and (folder / tail.map_file).is_file()
+        plain = is_plain_name(tail.map_file) and (folder / tail.map_file).is_file()
         check.expect(plain, where, "bits_per_expert", expected="a file of this folder", found=tail.map_file)
     levels = part.check(f"a {reader} reader knows the rotation layout", "layouts")
     known = tail.rotation_layout == PER_EXPERT_V1 or reader != "r14"
@@ -132,7 +133,7 @@ def check_tier_map(folder: Path, tail: Tail, part: Part) -> dict[int, list[int]]
         return {layer: [tail.bits] * tail.experts for layer in range(first, last + 1)}
     tier_map: Json = None
     with check.collecting():
-        tier_map = read_json(folder / (tail.map_file or ""))
+        tier_map = read_json(folder / check_plain_name(tail.map_file, "config.json: hybrid_tr3_tail: bits_per_expert"))
     if not isinstance(tier_map, dict):
         check.fail(tail.map_file, "tier map", expected="an object", found=type(tier_map).__name__)
         return {}
@@ -147,7 +148,8 @@ def check_tier_map(folder: Path, tail: Tail, part: Part) -> dict[int, list[int]]
         if check.expect(sound, where, tail.map_field or "", expected=f"{tail.experts} integers out of {list(tail.k_values)}", found=ks):
             stated[layer] = list(ks or [])
     for key in tier_map:
-        check.expect(key.isdecimal() and first <= int(key) <= last, tail.map_file, f"layer {key!r}", expected=f"{first}..{last}", found=key)
+        known = re.fullmatch(r"0|[1-9][0-9]{0,5}", key) is not None and first <= int(key) <= last
+        check.expect(known, tail.map_file, f"layer {key!r}", expected=f"{first}..{last}", found=key)
     return stated
 
 

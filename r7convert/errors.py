@@ -21,6 +21,8 @@ from typing import NoReturn
 
 EXIT_INTERRUPTED = 130
 SHOWN_OFFENDERS = 20
+MOST_QUOTED = 800
+"""Characters of one piece of a message. Names and values in it may be anybody's."""
 
 
 class R7Error(Exception):
@@ -62,11 +64,26 @@ class NetworkError(R7Error):
 
 
 def complain(where: object, what: str, *, expected: object = None, found: object = None, do: str = "") -> str:
-    """One line in the error grammar; `expected` and `found` are left out when both are None."""
-    text = f"{where}: {what}"
+    """One line in the error grammar; `expected` and `found` are left out when both are None. Each piece is made fit to print."""
+    text = f"{printable(where)}: {printable(what)}"
     if expected is not None or found is not None:
-        text += f": expected {expected}, got {found}"
-    return f"{text}. {do}".rstrip() if do else text
+        text += f": expected {printable(expected)}, got {printable(found)}"
+    return f"{text}. {printable(do)}".rstrip() if do else text
+
+
+def printable(value: object, most: int = MOST_QUOTED) -> str:
+    """The value as text for a terminal: no line break, no escape sequence, no half of a surrogate pair, and of great length only
+    both ends.
+    """
+    try:
+        text = str(value)
+    except ValueError:  # Python writes no integer of over 4,300 digits
+        text = "a number of thousands of digits"
+    if len(text) > most:
+        text = f"{text[: most // 2]}[... {len(text) - most:,} characters ...]{text[len(text) - most // 2 :]}"
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
 
 
 class Offences:

@@ -50,6 +50,10 @@ STOCK_READERS = ("r14", "r28")
 SLICED = ("rank-sliced", "slabs")
 """The targets with a file a layer and rank, in slab order."""
 
+# Far above every model there is, and low enough that a size which is no model's costs neither time nor memory.
+MAX_SIZE = 1 << 20
+MAX_COUNT = 4096
+
 # Bits of one element, by the safetensors dtype names.
 DTYPE_BITS: Mapping[str, int] = {
     **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"), 8),
@@ -153,9 +157,9 @@ _SHARED_EXPERT = re.compile(
     _ROOT + rf"(?P<module>shared_\w+)\.(?P<proj>{_WORDS}|gate_up_proj)\.(?P<field>weight|trellis|suh|svh|mcg|mul1|su|sv|bias)"
 )
 _AMONG_EXPERTS = re.compile(rf"\.(?:{'|'.join(SPELLINGS)})\.experts\.")
-RANK_SUFFIX = re.compile(r"\.rank(\d+)\.[^.]+$")
-LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
-_MTP = re.compile(r"(?:model\.|language_model\.)*mtp\.(?:layers\.)?(?:(\d+)\.)?")
+RANK_SUFFIX = re.compile(r"\.rank([0-9]{1,9})\.[^.]+$")
+LAYER = re.compile(r"(?:^|\.)layers\.([0-9]{1,9})\.")
+_MTP = re.compile(r"(?:model\.|language_model\.)*mtp\.(?:layers\.)?(?:([0-9]{1,9})\.)?")
 
 ParsedName = ExpertName | SharedVectorName | SharedExpertName
 
@@ -303,7 +307,9 @@ class Tail:
 
 
 def _layer_range(value: Json, where: str) -> tuple[int, int]:
-    if not (isinstance(value, list) and len(value) == 2 and all(is_int(v) and v >= 0 for v in value) and value[0] <= value[1]):
+    if not (
+        isinstance(value, list) and len(value) == 2 and all(is_int(v) and 0 <= v <= 2 * MAX_COUNT for v in value) and value[0] <= value[1]
+    ):
         raise FormatError(complain(where, "moe_layers", expected="[first, last], two ascending integers", found=repr(value)))
     return value[0], value[1]
 
@@ -346,8 +352,8 @@ def parse_tail(tail: Json, where: str = "config.json: hybrid_tr3_tail") -> Tail:
     for key, expected in (("format", TAIL_FORMAT), ("codebook", "mcg"), ("tensor_schema", TENSOR_SCHEMA)):
         if tail.get(key) != expected:
             raise FormatError(complain(where, key, expected=expected, found=repr(tail.get(key))))
-    for key in ("tp", "experts_per_layer"):
-        if not is_int(tail.get(key)) or tail[key] < 1:
+    for key, most in (("tp", MAX_SIZE // HADAMARD), ("experts_per_layer", MAX_COUNT)):
+        if not is_int(tail.get(key)) or not 1 <= tail[key] <= most:
             raise FormatError(complain(where, key, expected="a positive integer", found=repr(tail.get(key))))
     layout = tail.get("rotation_layout", PER_EXPERT_V1)
     if layout not in (PER_EXPERT_V1, SHARED_H_V1):

@@ -8,12 +8,9 @@ from typing import Any
 from r7convert import families
 from r7convert.errors import FormatError, UnsupportedError, complain
 from r7convert.experts import ranges
-from r7convert.format import HADAMARD, Geometry, is_int
+from r7convert.format import HADAMARD, MAX_COUNT, MAX_SIZE, Geometry, is_int
 
 Json = Any
-
-MOST_LAYERS = 10_000
-"""No model comes near it; a config that says more would make every list of layers a way to fill memory."""
 
 
 def parse_geometry(config: Mapping[str, Json], where: str = "config.json") -> Geometry:
@@ -23,15 +20,15 @@ def parse_geometry(config: Mapping[str, Json], where: str = "config.json") -> Ge
              of 128, and for expert counts or sizes that differ by layer.
     Source:  FORMAT.md sections 1 and 2; families.py.
     """
+    if not isinstance(config, Mapping):
+        raise FormatError(complain(where, "JSON", expected="an object", found=type(config).__name__))
     text = config.get("text_config")
     nested = isinstance(text, Mapping) and "hidden_size" in text
     sizes = _Sizes(text if nested and isinstance(text, Mapping) else config, f"{where}: text_config" if nested else where)
     layers = sizes.number(("num_hidden_layers",))
-    if layers > MOST_LAYERS:
-        raise FormatError(complain(sizes.where, "num_hidden_layers", expected=f"at most {MOST_LAYERS:,}", found=layers))
     geometry = Geometry(
-        hidden=sizes.number(("hidden_size",)),
-        intermediate=sizes.number(_expert_size_keys(sizes.config), layers=layers),
+        hidden=sizes.number(("hidden_size",), most=MAX_SIZE),
+        intermediate=sizes.number(_expert_size_keys(sizes.config), layers=layers, most=MAX_SIZE),
         experts=sizes.number(families.ROUTED_EXPERTS, layers=layers),
         shared_experts=_shared_experts(sizes),
         layers=layers,
@@ -52,7 +49,9 @@ class _Sizes:
         self.config = config
         self.where = where
 
-    def number(self, keys: Sequence[str], default: int | None = None, least: int = 1, layers: int | None = None) -> int:
+    def number(
+        self, keys: Sequence[str], default: int | None = None, least: int = 1, most: int = MAX_COUNT, layers: int | None = None
+    ) -> int:
         """The integer that every key present agrees on; with `layers`, also a list of that many, all equal."""
         found: dict[str, int] = {}
         for key in keys:
@@ -61,8 +60,8 @@ class _Sizes:
                 value = self._one_of(key, value)
             if value is None:
                 continue
-            if not is_int(value) or value < least:
-                raise FormatError(complain(self.where, key, expected=f"an integer of at least {least}", found=repr(value)))
+            if not is_int(value) or not least <= value <= most:
+                raise FormatError(complain(self.where, key, expected=f"an integer from {least} to {most}", found=repr(value)))
             found[key] = int(value)
         if len(set(found.values())) > 1:
             said = " and ".join(f"{key} {value}" for key, value in found.items())
@@ -104,7 +103,7 @@ def _expert_size_keys(config: Mapping[str, Json]) -> tuple[str, ...]:
 
 
 def _shared_experts(sizes: _Sizes) -> int:
-    one = int(sizes.number((families.SHARED_EXPERT_SIZE,), default=0, least=0) > 0)
+    one = int(sizes.number((families.SHARED_EXPERT_SIZE,), default=0, least=0, most=MAX_SIZE) > 0)
     return sizes.number(families.SHARED_EXPERTS, default=one, least=0)
 
 

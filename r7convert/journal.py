@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -23,7 +24,18 @@ from filelock import FileLock, Timeout
 
 from r7convert.errors import FormatError, ResourceError, UsageError, complain
 from r7convert.format import is_int
-from r7convert.store import STATE_DIR, FileRecord, check_plain_name, hash_file, read_json, sync_folder, write_json
+from r7convert.store import (
+    STATE_DIR,
+    FileRecord,
+    check_plain_name,
+    find_twins,
+    hash_file,
+    is_plain_name,
+    read_json,
+    strict_json,
+    sync_folder,
+    write_json,
+)
 
 Json = Any
 
@@ -34,6 +46,7 @@ JOURNAL = "journal.jsonl"
 STAGED = "staged"
 COMMITTED = "committed"
 _BEFORE = "MANIFEST.before.json"
+_SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 @contextlib.contextmanager
@@ -147,13 +160,33 @@ def _read_lines(path: Path) -> tuple[list[Json], int]:
         return [], 0
     raw = path.read_bytes()
     whole = raw[: raw.rfind(b"\n") + 1]
-    try:
-        lines = [json.loads(line) for line in whole.splitlines()]
-        if any(not isinstance(line, dict) for line in lines) or (lines and "fingerprint" not in lines[0]):
-            raise ValueError("not a journal")
-    except ValueError as error:
-        raise FormatError(complain(path, "unreadable journal", found=error, expected="JSON lines", do="Use --restart.")) from None
+    lines = []
+    for number, line in enumerate(whole.splitlines()):
+        value = strict_json(line, f"{path}: line {number + 1}")
+        if not (_is_first_line(value) if number == 0 else _is_file_line(value)):
+            do = "Use --restart."
+            raise FormatError(complain(path, "unreadable journal", expected="a fingerprint, then files", found=repr(value)[:80], do=do))
+        lines.append(value)
     return lines, len(whole)
+
+
+def _is_first_line(line: Json) -> bool:
+    return isinstance(line, dict) and isinstance(line.get("fingerprint"), dict)
+
+
+def _is_file_line(line: Json) -> bool:
+    if not isinstance(line, dict) or not is_plain_name(line.get("file")) or not isinstance(line.get("facts", {}), dict):
+        return False
+    return parse_record({key: line.get(key) for key in ("size", "sha256")}) is not None
+
+
+def parse_record(value: Json) -> FileRecord | None:
+    """{"size", "sha256"} as a record, or None for anything else."""
+    if not isinstance(value, dict) or set(value) != {"size", "sha256"}:
+        return None
+    size, sha256 = value["size"], value["sha256"]
+    good = is_int(size) and 0 <= size < 1 << 63 and isinstance(sha256, str) and _SHA256.fullmatch(sha256)
+    return FileRecord(size, sha256) if good else None
 
 
 def forget_journals(folder: Path) -> None:
@@ -201,16 +234,12 @@ def parse_manifest(value: Json, where: object = MANIFEST) -> Manifest:
     records = {}
     for name, entry in files.items():
         check_plain_name(name, where)
-        if not (
-            isinstance(entry, dict)
-            and set(entry) == {"size", "sha256"}
-            and is_int(entry["size"])
-            and entry["size"] >= 0
-            and isinstance(entry["sha256"], str)
-            and len(entry["sha256"]) == 64
-        ):
+        record = parse_record(entry)
+        if record is None:
             raise FormatError(complain(where, f"files[{name!r}]", expected="size and sha256", found=repr(entry)[:80]))
-        records[name] = FileRecord(entry["size"], entry["sha256"])
+        records[name] = record
+    if twins := find_twins(records):
+        raise FormatError(complain(where, "files whose names differ in case only", expected="one", found=twins))
     facts = {key: v for key, v in value.items() if key not in ("format", "tool", "files")}
     return Manifest(tool, records, facts)
 

@@ -162,7 +162,7 @@ def parse_budget(text: str) -> Budget:
 
     Raises:  UsageError for anything else.
     """
-    match = re.fullmatch(r"([+-]?)([0-9]+(?:\.[0-9]+)?) ?(%|[a-z]*)", text.strip().lower())
+    match = re.fullmatch(r"([+-]?)([0-9]{1,18}(?:\.[0-9]{1,18})?) ?(%|[a-z]*)", text.strip().lower())
     sign, number, unit = match.groups() if match else ("", "0", "?")
     amount = Fraction(number)
     if unit == "%":

@@ -214,7 +214,7 @@ def _compile(file: str, source: Mapping[str, str], symbol: str, arch: str, defin
         program = Program(source[file], "c++", options)
         code = program.compile("cubin", name_expressions=(symbol,), logs=log)
     except Exception as error:  # cuda-core raises its own NVRTCError, not exported
-        raise R7Error(complain(f"kernels/{file}", f"{symbol} does not compile for {arch}\n{log.getvalue()}{error}")) from error
+        raise R7Error(complain(f"kernels/{file}", f"{symbol} does not compile for {arch}") + f"\n{log.getvalue()}{error}") from error
     lowered = code.symbol_mapping[symbol]
     report = log.getvalue()
     return Cubin(

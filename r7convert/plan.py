@@ -9,7 +9,6 @@ exactly one place.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +22,7 @@ from r7convert.moves import LayerPlan
 from r7convert.rules import Choose, check_choices, check_reader, choose_forms, slab_notes, target_bits
 from r7convert.slab_layout import place_slabs, sidecar_header, sidecar_layer
 from r7convert.stamp import Change
+from r7convert.store import find_twins
 from r7convert.targets import has_tier_map, repaired_stamp, tail_layers, tier_map_of
 from r7convert.vectors import Vectors
 
@@ -166,7 +166,7 @@ def plan_repack(
     stamp = repaired_stamp(checkpoint, target, layers=plans, kept=kept, tp=tp, drop_mtp=drop_mtp)
     files, left_out = small_files(checkpoint, target, drop_mtp=drop_mtp)
     names = [*files, *(shard.file for shard in shards), *(file for layer in plans for file in layer.files)]
-    if twice := sorted(name for name, count in Counter(names).items() if count > 1):
+    if twice := find_twins(names):
         raise UnsupportedError(complain(checkpoint.where, "files in the way of the output's own", expected="other names", found=twice))
     return Plan(
         checkpoint=checkpoint,

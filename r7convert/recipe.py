@@ -117,7 +117,7 @@ def read_recipe(path: Path) -> Recipe:
         raw = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise InputError(complain(path, "no such recipe file")) from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise FormatError(complain(path, "not TOML", expected="UTF-8 TOML", found=str(error)[:200])) from None
     return parse_recipe(raw, path.name)
 

@@ -14,7 +14,7 @@ from r7convert import __version__
 from r7convert.card import CARD
 from r7convert.checkpoint import CONFIG, INDEX, QUANT_CONFIG
 from r7convert.copying import Findings, Recoder, Stopped, Work, copy_file, write_layer, write_shard
-from r7convert.errors import ResourceError, UsageError, complain
+from r7convert.errors import FormatError, ResourceError, UsageError, complain
 from r7convert.format import R7_SCHEMA, SLICED
 from r7convert.journal import MANIFEST, VERDICT, Journal, forget_journals, locked, read_journal, read_manifest
 from r7convert.moves import LayerPlan
@@ -22,7 +22,7 @@ from r7convert.plan import Plan, fingerprint
 from r7convert.progress import Progress
 from r7convert.slab_layout import SIDECAR
 from r7convert.source import Payload, Step
-from r7convert.store import PARTIAL, STATE_DIR, FileRecord, check_free_space, read_json, write_json
+from r7convert.store import PARTIAL, STATE_DIR, FileRecord, check_free_space, check_plain_name, read_json, write_json
 from r7convert.targets import TIER_MAP, bit_map_file, bit_map_of
 from r7convert.team import Team
 
@@ -176,7 +176,10 @@ class Run:
     def _listed_before(self) -> set[str]:
         """Names that an earlier run meant to write, whole or partial."""
         listed = self.output / STATE_DIR / OUTPUTS
-        names = set(read_json(listed)) if listed.exists() else set()
+        found = read_json(listed) if listed.exists() else []
+        if not isinstance(found, list):
+            raise FormatError(complain(listed, "outputs of a run", expected="a list of names", found=type(found).__name__))
+        names = {check_plain_name(name, listed) for name in found}  # they will be removed
         return names | {name + PARTIAL for name in names}
 
     def discard(self) -> None:

@@ -149,7 +149,8 @@ def _read_stamp_files(folder: Folder) -> StampFiles:
 def _tensor_names(folder: Folder) -> Iterator[str] | None:
     """Names from the index, or from the one shard that needs none; None where only JSON was downloaded."""
     if (folder.path / INDEX).exists():
-        weight_map = folder.json(INDEX).get("weight_map")
+        index = folder.json(INDEX)
+        weight_map = index.get("weight_map") if isinstance(index, dict) else None
         return iter(weight_map) if isinstance(weight_map, dict) else None
     shards = sorted(folder.path.glob("*.safetensors"))
     return iter(read_header(shards[0]).tensors) if len(shards) == 1 else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-from r7convert.errors import FormatError, Offences
+from r7convert.errors import FormatError, Offences, complain
 from r7convert.experts import ExpertLayer
 from r7convert.format import PROJECTIONS, R7Block, Tail, is_int
 
@@ -66,7 +66,7 @@ def check_tail_map(tail: Tail, experts: Mapping[int, ExpertLayer], source: Jsons
         return
     tier_map = source.json(tail.map_file)
     if not isinstance(tier_map, dict):
-        raise FormatError(f"{tail.map_file}: tier map: expected an object, got {type(tier_map).__name__}")
+        raise FormatError(complain(tail.map_file, "tier map", expected="an object", found=type(tier_map).__name__))
     for layer in range(tail.moe_layers[0], tail.moe_layers[1] + 1):
         where = f"{tail.map_file}: {layer}"
         entry = tier_map.get(str(layer))

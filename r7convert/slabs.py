@@ -10,13 +10,14 @@ import functools
 import math
 import mmap
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from r7convert.errors import FormatError, UsageError, complain
-from r7convert.format import PER_EXPERT_V1, PROJECTIONS, SHARED_H_V1, is_int, legal_tps
+from r7convert.format import MAX_SIZE, PER_EXPERT_V1, PROJECTIONS, SHARED_H_V1, is_int, legal_tps
 from r7convert.slab_layout import (
     RANK_TABLES,
     SIDECAR,
@@ -152,13 +153,13 @@ def _read_sidecar(path: Path, mtime_ns: int, size: int, inode: int) -> tuple[int
         raise FormatError(complain(path, "sidecar", expected=f"{SIDECAR_FORMAT} with {sorted(keys)}", found=repr(value)[:80]))
     sizes = [value[name] for name in SIZES]
     layers, rotation_layout = value["layers"], value["rotation_layout"]
-    if not all(is_int(n) and n > 0 for n in sizes) or sizes[1] % 128 or sizes[3] not in legal_tps(sizes[1]):
+    if not all(is_int(n) and 0 < n <= MAX_SIZE for n in sizes) or sizes[1] % 128 or sizes[3] not in legal_tps(sizes[1]):
         raise FormatError(complain(path, ", ".join(SIZES), expected="sizes that fit together", found=sizes))
     if rotation_layout not in (SHARED_H_V1, PER_EXPERT_V1) or not isinstance(layers, dict):
         raise FormatError(complain(path, "rotation_layout and layers", expected="a layout and an object", found=repr(rotation_layout)))
     made = {}
     for name, described in layers.items():
-        if not name.isdecimal() or name != str(int(name)):
+        if re.fullmatch(r"0|[1-9][0-9]{0,5}", name) is None:
             raise FormatError(complain(path, "layer", expected="a number", found=repr(name)[:80]))
         made[int(name)] = _parse_layer(described, sizes, rotation_layout, f"{path}: layer {name}")
     return sizes[3], rotation_layout, made

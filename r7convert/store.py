@@ -5,15 +5,19 @@ A file appears under its final name only when it is whole: `.partial` beside it,
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
+import math
 import os
+import re
 import shutil
 import stat
-from collections.abc import Mapping, Sequence
+import unicodedata
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, BinaryIO, NoReturn
 
 from r7convert.errors import FormatError, ResourceError, UsageError, complain
 from r7convert.format import DTYPE_BITS, TensorEntry, is_int, tensor_nbytes
@@ -27,9 +31,17 @@ Json = Any
 
 STATE_DIR = ".r7convert"
 MAX_JSON_BYTES = 1 << 30
+# The largest document there is, the index of 384 experts at tp 16, has 4.5 million entries; a header of a million tensors has as
+# many values. What goes beyond would cost tens of bytes of memory for each of its own.
+MAX_JSON_VALUES = 20_000_000
+MAX_JSON_CONTAINERS = 5_000_000
+MAX_JSON_DEPTH = 100
 # The strictest reader stops at 100,000,000; we stop writing at 20,000,000 since hub helpers stop at 25,000,000.
 MAX_HEADER_READ = 100_000_000
 MAX_HEADER_WRITE = 20_000_000
+_NO_FILE = frozenset({errno.ELOOP, errno.ENAMETOOLONG, errno.ENOTDIR, errno.ENXIO, errno.EINVAL, errno.EISDIR, errno.ENODEV})
+# Names that Windows keeps for devices, whatever follows the first dot.
+_DEVICES = frozenset({"CON", "PRN", "AUX", "NUL", *(f"{port}{n}" for port in ("COM", "LPT") for n in range(1, 10))})
 POINTER_SIGNS = (b"version https://git-lfs", b"# xet version", b"version https://xet")
 
 
@@ -56,7 +68,8 @@ def check_not_pointer(head: bytes, where: object) -> None:
 
 
 def strict_json(raw: bytes, where: object) -> Json:
-    """Parse JSON, refusing what other readers resolve in silence: duplicate keys, NaN and Infinity, absurd depth, bad UTF-8.
+    """Parse JSON, refusing what other readers resolve in silence: duplicate keys, NaN and numbers that overflow to Infinity, bad
+    UTF-8, halves of surrogate pairs. Depth and the number of values are bounded, and so are memory and time.
 
     Raises:  FormatError.
     """
@@ -72,26 +85,67 @@ def strict_json(raw: bytes, where: object) -> Json:
     def no_constant(word: str) -> NoReturn:
         raise FormatError(complain(where, "JSON number", expected="a finite number", found=word))
 
+    def finite(digits: str) -> float:
+        value = float(digits)
+        return value if math.isfinite(value) else no_constant(digits)
+
+    containers = raw.count(b"[") + raw.count(b"{")
+    for what, count, most in (("values", raw.count(b","), MAX_JSON_VALUES), ("objects and lists", containers, MAX_JSON_CONTAINERS)):
+        if count > most:
+            raise FormatError(complain(where, f"JSON {what}", expected=f"at most {most:,}", found=f"{count:,}"))
     try:
-        return json.loads(raw.decode("utf-8"), object_pairs_hook=no_duplicates, parse_constant=no_constant)
+        value = json.loads(raw.decode("utf-8"), object_pairs_hook=no_duplicates, parse_constant=no_constant, parse_float=finite)
+        if re.search(rb"\\u[dD][89a-fA-F]", raw):
+            json.dumps(value, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
         raise FormatError(complain(where, "not valid JSON", expected="UTF-8 JSON", found=str(error)[:200])) from None
+    if containers > MAX_JSON_DEPTH:
+        _check_depth(value, where)
+    return value
+
+
+def _check_depth(value: Json, where: object) -> None:
+    """Raises:  FormatError for a depth that recursion over the value would not survive."""
+    level = [value]
+    for _ in range(MAX_JSON_DEPTH):
+        inside = (inner for outer in level for inner in (outer.values() if isinstance(outer, dict) else outer))
+        level = [inner for inner in inside if isinstance(inner, (dict, list))]
+        if not level:
+            return
+    raise FormatError(complain(where, "depth of JSON", expected=f"at most {MAX_JSON_DEPTH}", found="more"))
+
+
+def open_regular(path: Path) -> tuple[BinaryIO, int]:
+    """A file opened to be read, and its bytes. A pipe or device is refused, and not waited for.
+
+    Raises:  FormatError if it is missing, no regular file, or its name cannot be one; OSError where this machine is at fault.
+    """
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except FileNotFoundError:
+        do = "The link dangles: fetch the blob it points to." if path.is_symlink() else "Download it, or point to a complete folder."
+        raise FormatError(complain(path, "missing file", do=do)) from None
+    except (OSError, ValueError) as error:
+        if isinstance(error, OSError) and error.errno not in _NO_FILE:
+            raise
+        raise FormatError(complain(path, "cannot be opened", expected="a file", found=error)) from None
+    info = os.fstat(fd)
+    if not stat.S_ISREG(info.st_mode):
+        os.close(fd)
+        found = "a folder" if stat.S_ISDIR(info.st_mode) else "no regular file"
+        raise FormatError(complain(path, "not a file", expected="a regular file", found=found))
+    return os.fdopen(fd, "rb"), info.st_size
 
 
 def read_json(path: Path) -> Json:
     """Raises:  FormatError if the file is missing, a pointer, too large or not strict JSON."""
-    try:
-        with path.open("rb") as file:
-            head = file.read(64)
-            check_not_pointer(head, path)
-            size = os.fstat(file.fileno()).st_size
-            if size > MAX_JSON_BYTES:
-                raise FormatError(complain(path, "size of a JSON file", expected=f"at most {MAX_JSON_BYTES} bytes", found=size))
-            return strict_json(head + file.read(), path)
-    except FileNotFoundError:
-        raise FormatError(complain(path, "missing file", do="Download it, or point to a complete folder.")) from None
-    except IsADirectoryError:
-        raise FormatError(complain(path, "expected a file, got a folder")) from None
+    file, size = open_regular(path)
+    with file:
+        head = file.read(64)
+        check_not_pointer(head, path)
+        if size > MAX_JSON_BYTES:
+            raise FormatError(complain(path, "size of a JSON file", expected=f"at most {MAX_JSON_BYTES} bytes", found=size))
+        return strict_json(head + file.read(MAX_JSON_BYTES), path)
 
 
 def header_length(prefix: bytes, size: int, where: object) -> int:
@@ -171,20 +225,12 @@ def read_header(path: Path) -> Header:
 
     Raises:  FormatError.
     """
-    try:
-        with path.open("rb") as file:
-            info = os.fstat(file.fileno())
-            if not stat.S_ISREG(info.st_mode):
-                raise FormatError(complain(path, "not a regular file"))
-            prefix = file.read(64)
-            length = header_length(prefix, info.st_size, path)
-            raw = (prefix[8:] + file.read(max(0, length - 56)))[:length]
-    except FileNotFoundError:
-        do = "The link dangles: fetch the blob it points to." if path.is_symlink() else "Download it, or repair the index."
-        raise FormatError(complain(path, "missing file", do=do)) from None
-    except IsADirectoryError:
-        raise FormatError(complain(path, "expected a file, got a folder")) from None
-    return parse_header(raw, file=path.name, size=info.st_size)
+    file, size = open_regular(path)
+    with file:
+        prefix = file.read(64)
+        length = header_length(prefix, size, path)
+        raw = (prefix[8:] + file.read(max(0, length - 56)))[:length]
+    return parse_header(raw, file=path.name, size=size)
 
 
 # ---- writing --------------------------------------------------------------------------------------------------------
@@ -243,7 +289,8 @@ def hash_file(path: Path, chunk_bytes: int = 1 << 22) -> FileRecord:
 
 
 def check_plain_name(name: object, where: object) -> str:
-    """A file name that stays inside its folder: no separators, drive, NUL, `..`, hidden or overlong names.
+    """A file name that stays inside its folder, here and on a machine it is copied to: no separators, drive, `..`, control
+    characters or undecodable bytes, no hidden, overlong or device names, no space or dot at the end.
 
     Raises:  FormatError.
     """
@@ -252,12 +299,30 @@ def check_plain_name(name: object, where: object) -> str:
         or not name
         or len(name.encode("utf-8", "surrogatepass")) > 255
         or name.startswith(".")
-        or any(c in name for c in '/\\:\0*?"<>|')
-        or any(ord(c) < 32 for c in name)
+        or name.endswith(".")
+        or any(c in name for c in '/\\:*?"<>|')
+        or any(unicodedata.category(c) in ("Cc", "Cs") for c in name)
         or name != name.strip()
+        or name.partition(".")[0].rstrip().upper() in _DEVICES
     ):
         raise FormatError(complain(where, "file name", expected="a plain name inside the folder", found=repr(name)[:120]))
     return name
+
+
+def is_plain_name(name: object) -> bool:
+    try:
+        check_plain_name(name, "")
+    except FormatError:
+        return False
+    return True
+
+
+def find_twins(names: Iterable[str]) -> list[str]:
+    """Names that are one file where letter case and the way an accent is written do not count, as on macOS and Windows."""
+    seen: dict[str, list[str]] = {}
+    for name in names:
+        seen.setdefault(unicodedata.normalize("NFC", name).casefold(), []).append(name)
+    return sorted(name for same in seen.values() if len(same) > 1 for name in same)
 
 
 def check_disjoint(source: Path, output: Path) -> None:

@@ -16,7 +16,7 @@ import traceback
 from collections.abc import Iterable, Sequence
 from typing import Any, TextIO
 
-from r7convert.errors import EXIT_INTERRUPTED, R7Error, ResourceError
+from r7convert.errors import EXIT_INTERRUPTED, R7Error, ResourceError, printable
 from r7convert.progress import Progress
 from r7convert.units import in_bytes, in_time
 
@@ -25,6 +25,7 @@ Json = Any
 LINE_EVERY_S = 30.0
 """On a pipe a line of progress comes no more often than this."""
 PIPE_WIDTH = 80
+MOST_LINE = 4000
 _NUMBER = re.compile(r"[+-]?[\d,]+(\.\d+)?(e-?\d+)?(%| (B|kB|MB|GB|TB|s))?")
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, errno.EMFILE, errno.ENFILE, errno.EBUSY, errno.ENOMEM)
 
@@ -50,7 +51,7 @@ class Terminal:
 
     def say(self, line: str) -> None:
         if not self.quiet:
-            print(line, file=sys.stderr)
+            print(printable(line, MOST_LINE), file=sys.stderr)
 
     def result(self, data: Json, lines: Iterable[str], *next_steps: str) -> None:
         """The answer of a command: `data` as JSON, or `lines` for people and, as talk, what one may do next."""
@@ -58,7 +59,7 @@ class Terminal:
             print(json.dumps(data, indent=2, ensure_ascii=False, allow_nan=False))
             return
         for line in lines:
-            print(line)
+            print(printable(line, MOST_LINE))
         sys.stdout.flush()  # talk must not come before what it follows
         for step in next_steps:
             self.say(f"next: {step}")
@@ -74,7 +75,7 @@ class Talk(Progress):
         self._stream = stream
 
     def say(self, line: str) -> None:
-        print(line, file=self._stream)
+        print(printable(line, MOST_LINE), file=self._stream)
 
 
 class Bar(Progress):
@@ -104,9 +105,9 @@ class Bar(Progress):
     def say(self, line: str) -> None:
         with self._lock:
             if self._bar is None:
-                print(line, file=self._stream)
+                print(printable(line, MOST_LINE), file=self._stream)
             else:
-                self._bar.write(line, file=self._stream)
+                self._bar.write(printable(line, MOST_LINE), file=self._stream)
 
     def finish(self) -> None:
         with self._lock:
@@ -153,7 +154,7 @@ class Lines(Progress):
 
     def _print(self, line: str) -> None:
         # One write a line, newline included: several processes may share the log.
-        self._stream.write(line + "\n")
+        self._stream.write(printable(line, MOST_LINE) + "\n")
         self._stream.flush()
 
 
@@ -213,7 +214,7 @@ def report_error(error: BaseException) -> int:
         return EXIT_INTERRUPTED
     step = ""
     if isinstance(error, R7Error):
-        lines, code, step = str(error).splitlines(), error.exit_code, error.next_step
+        lines, code, step = str(error).split("\n"), error.exit_code, error.next_step
     elif isinstance(error, OSError) and error.errno in _NO_ROOM:
         lines, code, step = [f"{error.filename or 'disk'}: {error.strerror}"], ResourceError.exit_code, ResourceError.next_step
     elif isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
@@ -223,7 +224,7 @@ def report_error(error: BaseException) -> int:
         code = R7Error.exit_code
     mark = "\x1b[31merror:\x1b[0m" if has_color(sys.stderr) else "error:"
     for line in lines:
-        print(f"{mark} {line}", file=sys.stderr)
+        print(f"{mark} {printable(line, MOST_LINE)}", file=sys.stderr)
     if step and not any(line.endswith(".") for line in lines):  # no line of it says what to do
         print(f"next: {step}", file=sys.stderr)
     return code

@@ -102,7 +102,8 @@ def read_verdict(folder: Path) -> Json:
         raise VerifyError(str(error)) from None
     if not isinstance(value, dict) or value.get("format") != VERDICT_FORMAT or not isinstance(value.get("ok"), bool):
         raise VerifyError(complain(path, "verdict", expected=VERDICT_FORMAT, found="something else", do=do))
-    if not isinstance(value.get("parts"), list) or not is_int(value.get("tp")):
+    parts = value.get("parts")
+    if not isinstance(parts, list) or not all(map(_is_part, parts)) or not is_int(value.get("tp")):
         raise VerifyError(complain(path, "verdict", expected="`parts` and `tp`", found=sorted(value), do=do))
     try:
         digest = manifest_digest(folder)
@@ -111,6 +112,16 @@ def read_verdict(folder: Path) -> Json:
     if value.get("manifest_sha256") != digest:
         raise VerifyError(complain(path, "verdict of another manifest", expected=digest, found=value.get("manifest_sha256"), do=do))
     return value
+
+
+def _is_part(value: Json) -> bool:
+    """Whether a part reads as `Part.to_json` writes it, as far as cards and reports quote it."""
+    if not isinstance(value, dict) or not all(isinstance(value.get(key), str) for key in ("name", "state")):
+        return False
+    checks, scope = value.get("checks", []), value.get("scope", [])
+    if not isinstance(scope, list) or not isinstance(checks, list):
+        return False
+    return all(isinstance(check, dict) and isinstance(check.get("name"), str) and "looked_at" in check for check in checks)
 
 
 def _verify(folder: Path) -> str:

@@ -18,19 +18,19 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 from r7convert.contract import INDEX, TARGETS, Claims, check_contract
 from r7convert.devices import find_devices
 from r7convert.errors import FormatError, UsageError, complain
 from r7convert.evidence import Evidence, gather, is_mtp
 from r7convert.findings import Part
-from r7convert.format import STOCK_READERS, is_int
+from r7convert.format import HADAMARD, MAX_SIZE, STOCK_READERS, is_int
 from r7convert.geometry import parse_geometry
 from r7convert.journal import MANIFEST, Manifest, locked, manifest_digest
 from r7convert.progress import Progress
 from r7convert.seal import check_seal
-from r7convert.store import STATE_DIR, check_disjoint, read_json
+from r7convert.store import STATE_DIR, check_disjoint, check_plain_name, read_json
 from r7convert.team import Team
 from r7convert.verdict import Verdict, write_verdict
 from r7convert.verify_bytes import REENCODED, UNREAD, Compared, compare_carried, compare_layer
@@ -118,7 +118,7 @@ def _judge(
     facts = manifest.facts if manifest else {}
     target, stated_tp = facts.get("target"), facts.get("tp")
     reader = reader or (facts["reader"] if facts.get("reader") in STOCK_READERS else DEFAULT_READER)
-    judged_tp: int = stated_tp if isinstance(stated_tp, int) and is_int(stated_tp) and stated_tp > 0 else 1
+    judged_tp: int = stated_tp if _is_tp(stated_tp) else 1
     if manifest is None:
         contract.why_skipped = compared.why_skipped = _NO_SEAL
     elif target not in TARGETS:
@@ -158,7 +158,7 @@ def _check_claims(part: Part, facts: Mapping[str, Json], asked: int | None) -> N
     target, stated = facts["target"], facts.get("tp")
     check = part.check("the manifest says what this is", "claims")
     if target in ("rank-sliced", "slabs"):
-        check.expect(isinstance(stated, int) and is_int(stated) and stated > 0, MANIFEST, "tp", expected="a positive integer", found=stated)
+        check.expect(_is_tp(stated), MANIFEST, "tp", expected="a positive integer", found=stated)
     if asked is not None and (target != "r7" or stated is not None):
         check.expect(stated == asked, MANIFEST, "tp of this output", expected=asked, found=stated)
     if target == "rank-sliced":
@@ -250,7 +250,7 @@ def _source_shards(folder: Path) -> list[str]:
     index: Json = read_json(folder / INDEX) if (folder / INDEX).exists() else {}
     weight_map = index.get("weight_map") if isinstance(index, dict) else None
     if isinstance(weight_map, dict):
-        return sorted({str(file) for file in weight_map.values()})
+        return sorted({check_plain_name(file, folder / INDEX) for file in weight_map.values() if isinstance(file, str)})
     return sorted(path.name for path in folder.glob("*.safetensors"))
 
 
@@ -279,6 +279,10 @@ def _mean_k(output: Evidence) -> float | None:
 
 def _last_layer(folder: Path) -> int:
     return parse_geometry(read_json(folder / "config.json")).layers - 1
+
+
+def _is_tp(value: Json) -> TypeGuard[int]:
+    return is_int(value) and 0 < value <= MAX_SIZE // HADAMARD
 
 
 def _object(value: Json) -> dict[str, Json]:

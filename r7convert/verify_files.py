@@ -8,7 +8,8 @@ from typing import Any
 
 from r7convert.evidence import Evidence, is_ours
 from r7convert.findings import Check, Part
-from r7convert.store import hash_file, read_json
+from r7convert.format import is_int
+from r7convert.store import hash_file, is_plain_name, read_json
 
 Json = Any
 
@@ -129,10 +130,12 @@ def _check_bits(part: Part, block: Json, tail: Json, places: Iterable[Mapping[st
 def _shortened(block: Mapping[str, Json], last_layer: int | None) -> dict[str, Json]:
     """The block as it reads once layers after `last_layer` are dropped."""
     r7 = block.get("r7_routed_experts")
-    if last_layer is None or not isinstance(r7, dict) or not isinstance(r7.get("moe_layers"), list):
+    if last_layer is None or not isinstance(r7, dict):
         return dict(block)
-    first, last = r7["moe_layers"]
-    return {**block, "r7_routed_experts": {**r7, "moe_layers": [first, min(last, last_layer)]}}
+    layers = r7.get("moe_layers")
+    if not isinstance(layers, list) or len(layers) != 2 or not is_int(layers[1]):
+        return dict(block)
+    return {**block, "r7_routed_experts": {**r7, "moe_layers": [layers[0], min(layers[1], last_layer)]}}
 
 
 def _is_true(entry: Mapping[str, Json], places: Mapping[str, Mapping[str, Json]]) -> bool:
@@ -246,7 +249,7 @@ def _describing(source: Evidence, layers: Collection[int], *, tail_too: bool) ->
 
 
 def _is_carried(path: Path) -> bool:
-    left_out = path.name.startswith(".") or not path.is_file() or path.name.lower().endswith(LEFT_OUT)
+    left_out = not is_plain_name(path.name) or not path.is_file() or path.name.lower().endswith(LEFT_OUT)
     return not left_out and path.name not in REWRITTEN and path.name != "README.md"
 
 
