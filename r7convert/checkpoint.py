@@ -98,7 +98,7 @@ class Checkpoint:
     experts: Mapping[int, ExpertLayer]
     shared_experts: Mapping[int, SharedExpert]
     dense_exl3: Mapping[str, int]
-    """Modules outside the experts that hold a trellis, and their K."""
+    """Modules outside the routed experts that hold a trellis, shared experts among them, and their K."""
     mtp: Mtp
     foreign: tuple[str, ...] = ()
     left_out: tuple[str, ...] = ()

@@ -16,6 +16,8 @@ from typing import Any, Literal
 from r7convert.errors import FormatError, Offences, UnsupportedError, complain
 from r7convert.experts import MAX_K, Codebook, ExpertLayer, Promise, ranges
 from r7convert.format import (
+    HADAMARD,
+    MAX_SIZE,
     MCG_MULTIPLIER,
     MUL1_MULTIPLIER,
     SHARED_H_V1,
@@ -94,7 +96,7 @@ def read_signs(blocks: Mapping[str, Mapping[str, Json]], r7: R7Block | None, tai
     Raises:  FormatError where r7convert_slabs or tensor_storage is no such thing; UnsupportedError for a third codebook.
     """
     slabs = next((block["r7convert_slabs"] for block in blocks.values() if block.get("r7convert_slabs") is not None), None)
-    if slabs is not None and not (isinstance(slabs, Mapping) and is_int(slabs.get("tp")) and slabs["tp"] > 0):
+    if slabs is not None and not (isinstance(slabs, Mapping) and is_int(slabs.get("tp")) and 0 < slabs["tp"] <= MAX_SIZE // HADAMARD):
         raise FormatError(complain("quantization_config: r7convert_slabs", "tp", expected="a positive integer", found=repr(slabs)[:80]))
     storage = {}
     for place, block in blocks.items():

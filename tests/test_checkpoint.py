@@ -154,11 +154,47 @@ def test_entry_for_a_tensor_that_is_not_there(tmp_path: Path) -> None:
     refused(folder, "model.ghost", "no such tensor")
 
 
-def test_one_tensor_in_two_shards(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("change", "word"), [("none", "with equal bytes"), ("last", "with different bytes"), ("shape", "F16 [512] and F16 [511]")]
+)
+def test_one_tensor_in_two_shards(tmp_path: Path, change: str, word: str) -> None:
     folder = sample(tmp_path / "s")
-    with edited_shard(folder / CARRIER, index=False) as tensors:
-        tensors[f"{GATE}.svh"] = torch.ones(512, dtype=torch.float16)
-    refused(folder, f"{GATE}.svh: tensor in two shards", CARRIER, R7)
+    name = f"{GATE}.svh"
+    with edited_shard(folder / R7) as theirs, edited_shard(folder / CARRIER, index=False) as tensors:
+        tensors[name] = theirs[name].clone()
+        if change == "last":
+            tensors[name][-1] += 1
+        elif change == "shape":
+            tensors[name] = tensors[name][:-1].clone()
+    files = f"{CARRIER} and {R7}, "
+    shown = word if change != "shape" else "F16 [511] and F16 [512]"
+    refused(folder, f"{name}: tensor in two shards: expected one, {R7} by the index, got {files}{shown}")
+
+
+def test_a_rank_in_two_shards(tmp_path: Path) -> None:
+    folder = sample(tmp_path / "s", kind="rank-sliced", mode="uniform", tail_tp=2, split=True)
+    names = [f"{GATE}.rank1.{field}" for field in ("trellis", "suh", "svh", "mcg")]
+    with (
+        edited_shard(folder / "model-layer-003.safetensors") as theirs,
+        edited_shard(folder / "model-layer-004.safetensors", index=False) as ours,
+    ):
+        ours |= {name: theirs[name].clone() for name in names}
+        ours[names[0]][3, 3, 3] += 1
+    text = refused(folder, f"{names[0]}: tensor in two shards", "with different bytes")
+    assert text.count("with equal bytes") == 3
+
+
+def test_two_shards_with_everything_are_compared_no_further_than_they_are_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = sample(tmp_path / "s")
+    shutil.copy(folder / CARRIER, folder / "again.safetensors")
+    with edited_json(folder / INDEX) as index:
+        index["weight_map"]["lm_head.weight"] = "again.safetensors"
+    reads = []
+    read = Folder.read
+    monkeypatch.setattr(Folder, "read", lambda self, name, offset, nbytes: reads.append(name) or read(self, name, offset, nbytes))
+    text = refused(folder, "tensor in two shards")
+    assert text.count("with equal bytes") == 20
+    assert len(reads) == 40
 
 
 @pytest.mark.parametrize(
@@ -419,6 +455,20 @@ def test_mtp_tensors_without_declaration(tmp_path: Path) -> None:
     problem = read_checkpoint(folder).mtp.problem
     assert problem is not None
     assert "layers [5]" in problem
+
+
+@pytest.mark.parametrize(("declared", "found"), [(2, [5]), (1, [5, 6]), (3, [5, 6])])
+def test_mtp_layers_are_counted(tmp_path: Path, declared: int, found: list[int]) -> None:
+    folder = sample(tmp_path / "s", kind="exl3", mtp_layers=len(found))
+    with edited_json(folder / "config.json") as config:
+        config["num_nextn_predict_layers"] = declared
+    made = read_checkpoint(folder)
+    assert made.mtp.layers == tuple(found)
+    problem = made.mtp.problem
+    assert problem is not None
+    assert f"expected tensors of {declared} MTP layers" in problem
+    assert f"tensors of layers {found}" in problem
+    assert "--drop-mtp" in problem
 
 
 def test_offenders_are_named_together_and_counted(tmp_path: Path) -> None:

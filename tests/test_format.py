@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -34,7 +33,6 @@ from r7convert.format import (
     shared_h_name,
     tensor_nbytes,
 )
-from r7convert.geometry import parse_geometry
 
 GLM = Geometry(6144, 2048, 256, 1, 78, tuple(range(3, 78)), 1, False)
 
@@ -117,39 +115,6 @@ def test_bytes_of_a_tensor(dtype: str, shape: list[int]) -> None:
             tensor_nbytes(dtype, shape)
     else:
         assert tensor_nbytes(dtype, shape) * 8 == bits
-
-
-# ---- geometry -------------------------------------------------------------------------------------------------------
-
-CONFIG = {
-    "hidden_size": 6144,
-    "moe_intermediate_size": 2048,
-    "n_routed_experts": 256,
-    "n_shared_experts": 1,
-    "num_hidden_layers": 78,
-    "first_k_dense_replace": 3,
-    "num_nextn_predict_layers": 1,
-}
-
-
-def test_geometry() -> None:
-    assert parse_geometry(CONFIG) == GLM
-    nested = parse_geometry({"text_config": CONFIG, "hidden_size": 1})
-    assert nested == replace(GLM, nested=True)
-    assert parse_geometry({"num_experts": 8, **{k: v for k, v in CONFIG.items() if k != "n_routed_experts"}}).experts == 8
-
-
-@pytest.mark.parametrize("value", [None, True, 6144.0, "6144", 0, -1, [6144]])
-@pytest.mark.parametrize("key", ["hidden_size", "moe_intermediate_size", "n_routed_experts", "num_hidden_layers"])
-def test_sizes_are_real_integers(key: str, value: Any) -> None:
-    with pytest.raises(FormatError, match=key):
-        parse_geometry({**CONFIG, key: value})
-
-
-@pytest.mark.parametrize("key", ["hidden_size", "moe_intermediate_size"])
-def test_sizes_are_whole_hadamard_blocks(key: str) -> None:
-    with pytest.raises(UnsupportedError, match=f"{key}.*128.*6208"):
-        parse_geometry({**CONFIG, key: 6208})
 
 
 # ---- the R7 block ---------------------------------------------------------------------------------------------------
@@ -277,7 +242,7 @@ json_values = st.recursive(
 
 @given(json_values, st.dictionaries(st.sampled_from(sorted({**TAIL, **MIXED, **BLOCK})), json_values))
 def test_hostile_blocks_meet_our_own_errors(value: Any, changes: dict[str, Any]) -> None:
-    for parse, block in ((parse_r7_block, BLOCK), (parse_tail, TAIL), (parse_tail, MIXED), (parse_geometry, CONFIG)):
+    for parse, block in ((parse_r7_block, BLOCK), (parse_tail, TAIL), (parse_tail, MIXED)):
         for candidate in ({**block, **changes}, value if isinstance(value, dict) else {}):
             try:
                 parse(candidate)
