@@ -1,6 +1,6 @@
 # r7convert: every job has a target; plain `make` lists them.
 .DEFAULT_GOAL := help
-.PHONY: help demo test check fmt kernels test-gpu bench bench-codec bench-moe bench-reencode docs wheel clean
+.PHONY: help demo test soak check fmt kernels test-gpu bench bench-codec bench-moe bench-reencode docs wheel clean
 
 PYTHON ?= python3
 VENV   ?= .venv
@@ -25,6 +25,10 @@ demo: $(VENV)/.ready  ## write a small R7 checkpoint and convert it whole, on th
 
 test: check  ## lint, types, kernels compiled without a GPU, docs, tests
 	$(PY) -m pytest -n 2
+
+CUTS ?= 600
+soak: $(VENV)/.ready  ## cut every stage at random, resume, compare: SEED=N CUTS=N, ONLY='STAGE:FAULT' for one cut again
+	$(PY) -m tests.soak --cuts $(CUTS) $(if $(SEED),--seed $(SEED)) $(if $(ONLY),--only '$(ONLY)') $(if $(JSON),--json $(JSON))
 
 check: $(VENV)/.ready  ## lint, format and types
 	$(PY) -m ruff check .

@@ -1,6 +1,7 @@
 """The devices of this machine that numbers are worked out on: which, how fast, and a pool that keeps all of them busy.
 
-`encode_matrix` and `reencode_matrix` are codec's, by the fastest search there is for the tensor's device.
+`encode_matrix` and `reencode_matrix` are codec's, by the fastest search there is for the tensor's device, in smaller batches where
+its memory runs out: the states of a tile do not depend on those beside it.
 """
 
 from __future__ import annotations
@@ -51,11 +52,19 @@ def find_devices(choice: str = "auto", local_rank: int | None = None) -> list[to
 
 @contextlib.contextmanager
 def at_work_on(device: torch.device) -> Iterator[None]:
-    """Make `device` the current one of this thread."""
+    """Make `device` the current one of this thread.
+
+    Raises:  ResourceError if its memory runs out inside.
+    """
     import torch
 
-    with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
-        yield
+    try:
+        with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+            yield
+    except torch.OutOfMemoryError as error:
+        do = "Close what else runs there, or choose another --device."
+        said = str(error).partition("\n")[0].rstrip(".")
+        raise ResourceError(complain(device, "out of memory", expected="room for one matrix", found=said, do=do)) from None
 
 
 def work_on(devices: Sequence[torch.device], jobs: Iterable[J], work: Callable[[J, torch.device], R]) -> Iterator[tuple[J, R]]:
@@ -94,24 +103,35 @@ def work_on(devices: Sequence[torch.device], jobs: Iterable[J], work: Callable[[
 
 
 def search_tiles(tiles: Tensor, *, bits: int) -> tuple[Tensor, Tensor]:
-    """As codec.search_tiles."""
+    """As codec.search_tiles. Where memory runs out both halves are searched one after the other, and so on down to one tile."""
+    import torch
+
     from r7convert import kernels
 
-    return kernels.search_tiles(tiles, bits=bits)
+    try:
+        return kernels.search_tiles(tiles, bits=bits)
+    except torch.OutOfMemoryError:
+        if len(tiles) < 2:
+            raise
+    # Outside of `except`: the error holds the frames of what failed, and with them its memory.
+    if tiles.is_cuda:
+        torch.cuda.empty_cache()
+    halves = [search_tiles(half, bits=bits) for half in tiles.tensor_split(2)]
+    return torch.cat([states for states, _ in halves]), torch.cat([error for _, error in halves])
 
 
 def encode_matrix(weight: Tensor, *, bits: int, seed: int, name: str) -> Encoded:
     """As codec.encode_matrix."""
-    from r7convert import kernels
+    from r7convert import codec, kernels
 
-    return kernels.encode_matrix(weight, bits=bits, seed=seed, name=name)
+    return codec.encode_matrix(weight, bits=bits, seed=seed, search=search_tiles, hadamard=kernels.hadamard_128, name=name)
 
 
 def reencode_matrix(trellis: Tensor, *, bits_from: int, bits_to: int) -> Reencoded:
     """As codec.reencode_matrix."""
-    from r7convert import kernels
+    from r7convert import codec
 
-    return kernels.reencode_matrix(trellis, bits_from=bits_from, bits_to=bits_to)
+    return codec.reencode_matrix(trellis, bits_from=bits_from, bits_to=bits_to, search=search_tiles)
 
 
 def tiles_per_s(device: torch.device, bits: int) -> float:

@@ -6,6 +6,7 @@ file is checked against the Hub's own digest as soon as it has arrived, while it
 
 from __future__ import annotations
 
+import os
 import re
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -22,7 +23,16 @@ from r7convert.format import layer_of
 from r7convert.hub import LIBRARY, HubFile, Snapshot, Stop, patiently, read_snapshot, read_whole, speaking, transfer_bar
 from r7convert.journal import Journal, locked, read_journal
 from r7convert.progress import Progress
-from r7convert.store import FileRecord, check_free_space, check_not_pointer, check_plain_name, read_json, strict_json, write_json
+from r7convert.store import (
+    FileRecord,
+    check_free_space,
+    check_not_pointer,
+    check_plain_name,
+    read_json,
+    strict_json,
+    sync_folder,
+    write_json,
+)
 
 Json = Any
 
@@ -247,6 +257,8 @@ def fetch_file(snapshot: Snapshot, file: HubFile, folder: Path, advance: Callabl
             continue
         with path.open("rb") as opened:
             check_not_pointer(opened.read(64), where)
+            os.fsync(opened.fileno())  # the client does not, and the journal is about to say that the file is there
+        sync_folder(folder)
         return FileRecord(file.size, sha256)
     raise AssertionError("unreachable")
 

@@ -23,7 +23,7 @@ from r7convert import __version__
 from r7convert.checkpoint import Checkpoint, read_checkpoint
 from r7convert.devices import find_devices, tiles_per_s, work_on
 from r7convert.errors import UsageError, complain
-from r7convert.journal import MANIFEST, Journal, locked, manifest_digest, read_manifest, staging
+from r7convert.journal import MANIFEST, Journal, locked, manifest_digest, read_journal, read_manifest, staging
 from r7convert.progress import Progress
 from r7convert.shared_layer import encode_layer
 from r7convert.shared_output import Work, all_figures, all_kept, write_output
@@ -171,8 +171,11 @@ def _prepare(
 
 
 def _check_new(output: Path) -> None:
-    """An output is new, empty, or what a run of ours that was cut short left."""
-    if (output / MANIFEST).exists():
+    """An output is new, empty, or what a run of ours that was cut short left, be it between the seal and the journal's end."""
+    if (output / MANIFEST).exists() and read_journal(output)[0] is None:
+        if (output / STATE_DIR).exists():  # cut after its last step: the lock is all that is left of it
+            with locked(output):
+                pass
         raise UsageError(complain(output, "output is sealed already", do="Choose another, or run encode-shared on it in place."))
     if output.exists() and any(output.iterdir()) and not (output / STATE_DIR).exists():
         raise UsageError(complain(output, "output", expected="a new or empty folder", found="something there", do="Choose another."))

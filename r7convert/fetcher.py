@@ -8,6 +8,7 @@ the present one needs now.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import shutil
 import threading
 from collections.abc import Sequence
@@ -64,7 +65,7 @@ class Fetcher:
     def prepare(self, steps: Sequence[Step]) -> None:
         needs = [self._need(step) for step in steps]
         if self._most is None:
-            self._most = max((a + b for a, b in zip(needs, [*needs[1:], 0], strict=True)), default=0)
+            self._most = max((a + b for a, b in itertools.pairwise([*needs, 0])), default=0)
         if max(needs, default=0) > self._most:
             least = f"at least {max(needs):,} bytes"
             raise ResourceError(complain("--max-disk", "room for one step", expected=least, found=f"{self._most:,}"))

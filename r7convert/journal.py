@@ -47,23 +47,26 @@ STAGED = "staged"
 COMMITTED = "committed"
 _BEFORE = "MANIFEST.before.json"
 _SHA256 = re.compile(r"[0-9a-f]{64}")
+_LOCK = "lock"
 
 
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Hold the folder's lock, creating the folder if need be. A change that a kill cut short is completed first; a sealed folder
-    that no run is at work on is left without a state folder.
+    """Hold the folder's lock, creating the folder if need be. A change that a kill cut short is completed first. Where no run is
+    left at work, as in a sealed folder or after an error before anything was begun, no state folder is left either.
 
     Raises:  ResourceError if another process holds it.
     """
     state = folder / STATE_DIR
+    is_new = not folder.exists()
     try:
         state.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(state / "lock")
+        lock = FileLock(state / _LOCK)
         lock.acquire(timeout=0)
     except Timeout:
         raise ResourceError(complain(folder, "folder in use by another r7convert", do="Wait for it, or stop it.")) from None
     except OSError as error:
+        _leave_no_trace(folder, is_new)
         found = "a link to nothing" if folder.is_symlink() and not folder.exists() else error.strerror
         raise ResourceError(complain(folder, "cannot write here", expected="a writable folder", found=found)) from None
     try:
@@ -73,6 +76,18 @@ def locked(folder: Path) -> Iterator[None]:
             shutil.rmtree(state, ignore_errors=True)
     finally:
         lock.release()
+        _leave_no_trace(folder, is_new)
+
+
+def _leave_no_trace(folder: Path, is_new: bool) -> None:
+    """Remove a state folder that holds nothing but the lock, and a folder that holds nothing at all, if it came with the lock."""
+    state = folder / STATE_DIR
+    with contextlib.suppress(OSError):
+        if [path.name for path in state.iterdir()] == [_LOCK]:
+            (state / _LOCK).unlink()
+            state.rmdir()
+        if is_new:
+            folder.rmdir()
 
 
 class Journal:

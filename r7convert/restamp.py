@@ -234,7 +234,8 @@ def _write_copy(folder: Folder, names: list[str], output: Path, report: Restampe
             write_json(partial / FILE, after.quantization_file)
             write_json(partial / CONFIG, after.config)
             sync_folder(partial)
-        shutil.rmtree(partial / STATE_DIR)
+        if (partial / STATE_DIR).exists():
+            shutil.rmtree(partial / STATE_DIR)
         if output.exists():
             output.rmdir()
         partial.rename(output)

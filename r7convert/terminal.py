@@ -27,7 +27,8 @@ LINE_EVERY_S = 30.0
 PIPE_WIDTH = 80
 MOST_LINE = 4000
 _NUMBER = re.compile(r"[+-]?[\d,]+(\.\d+)?(e-?\d+)?(%| (B|kB|MB|GB|TB|s))?")
-_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, errno.EMFILE, errno.ENFILE, errno.EBUSY, errno.ENOMEM)
+_OUR_MISTAKES = (errno.ENOENT, errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ENOTEMPTY, errno.EBADF)
+"""What a system call says of a name that should not have been asked for; of anything else the machine is the cause."""
 
 
 class Terminal:
@@ -215,7 +216,7 @@ def report_error(error: BaseException) -> int:
     step = ""
     if isinstance(error, R7Error):
         lines, code, step = str(error).split("\n"), error.exit_code, error.next_step
-    elif isinstance(error, OSError) and error.errno in _NO_ROOM:
+    elif isinstance(error, OSError) and error.errno is not None and error.errno not in _OUR_MISTAKES:
         lines, code, step = [f"{error.filename or 'disk'}: {error.strerror}"], ResourceError.exit_code, ResourceError.next_step
     elif isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         lines, code = [f"out of memory: {error}. Use fewer --threads, or a smaller --layers range."], ResourceError.exit_code

@@ -27,10 +27,10 @@ from r7convert.evidence import Evidence, gather, is_mtp
 from r7convert.findings import Part
 from r7convert.format import HADAMARD, MAX_SIZE, STOCK_READERS, is_int
 from r7convert.geometry import parse_geometry
-from r7convert.journal import MANIFEST, Manifest, locked, manifest_digest
+from r7convert.journal import MANIFEST, VERDICT, Manifest, locked, manifest_digest
 from r7convert.progress import Progress
 from r7convert.seal import check_seal
-from r7convert.store import STATE_DIR, check_disjoint, check_plain_name, read_json
+from r7convert.store import PARTIAL, STATE_DIR, check_disjoint, check_plain_name, read_json
 from r7convert.team import Team
 from r7convert.verdict import Verdict, write_verdict
 from r7convert.verify_bytes import REENCODED, UNREAD, Compared, compare_carried, compare_layer
@@ -94,6 +94,8 @@ def verify(
     if not (folder / MANIFEST).exists() and not (folder / STATE_DIR).exists():
         return _judge(folder, source, tp, reader, threads, progress, Team(), effort)  # nothing of ours: leave not even a lock there
     with locked(folder) if team.is_first else contextlib.nullcontext():
+        if team.is_first:
+            (folder / (VERDICT + PARTIAL)).unlink(missing_ok=True)  # of a verify that was cut: it would stand there unlisted
         team.wait("the lock was taken")
         return _judge(folder, source, tp, reader, threads, progress, team, effort)
 

@@ -144,10 +144,14 @@ class WholeFile:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if kind is None:
-            self.close()
-        else:
+        if kind is not None:
             self.discard()
+            return
+        try:
+            self.close()
+        except BaseException:
+            self._partial.unlink(missing_ok=True)
+            raise
 
 
 def _is_aligned(view: memoryview) -> bool:

@@ -17,6 +17,8 @@ from pathlib import Path
 import pytest
 
 from r7convert.address import RECEIPT
+from r7convert.cli_hub import _convert_lines
+from r7convert.convert import Converted
 from r7convert.push import LOOKS_WHOLE
 from r7convert.sample import write_sample
 from tests.hub_server import TOKEN, Fault, HubServer
@@ -261,3 +263,8 @@ def test_a_stream_that_is_killed_is_finished_by_the_next(server: HubServer, fold
         "error: --max-disk: size: expected bytes, or such as 40GB"
     )
     assert "for a repository of the Hub" in run(server, tmp_path, "repack", folder, "x", "--target", "exl3", "--stream", code=2).stderr
+
+
+def test_a_chain_says_what_its_stages_did(tmp_path: Path) -> None:
+    said = Converted("t", tmp_path, {"repack": {"files": 3, "bytes": 2_400_000}, "verify": {"seal": "passed", "bytes": "passed"}}, None)
+    assert list(_convert_lines(said))[1:3] == ["  repack: files 3, bytes 2.4 MB", "  verify: seal passed, bytes passed"]

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from r7convert import codec, devices
+from r7convert import codec, devices, kernels
 from r7convert.devices import find_devices, seconds_to_encode, work_on
 from r7convert.errors import ResourceError
 from r7convert.repack import repack
@@ -97,3 +97,34 @@ def test_the_estimate_is_matrices_times_tiles_over_the_devices_speed(monkeypatch
     two = [torch.device("cpu"), torch.device("cpu")]
     assert seconds_to_encode({(3, 4): 10, (3, 5): 1, (4, 5): 1}, 20, two) == 10 * 20 / 200 + 2 * 20 / 100
     assert seconds_to_encode({}, 20, two) == 0
+
+
+def test_where_memory_runs_out_halves_are_searched_down_to_one_tile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The card is pretended, the search is not: what fits in smaller batches comes out the same to the bit."""
+    real, sizes = kernels.search_tiles, []
+    tiles = torch.randn(33, 256, generator=torch.Generator().manual_seed(1))
+    due = real(tiles, bits=4)
+
+    def card(most: int) -> None:
+        def search_tiles(tiles: torch.Tensor, *, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
+            sizes.append(len(tiles))
+            if len(tiles) > most:
+                raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.\nMore words.")
+            return real(tiles, bits=bits)
+
+        monkeypatch.setattr(kernels, "search_tiles", search_tiles)
+
+    for most in (33, 9, 1):
+        card(most)
+        sizes.clear()
+        states, error = devices.search_tiles(tiles, bits=4)
+        assert torch.equal(states, due[0])
+        assert torch.equal(error, due[1])
+        assert sum(size for size in sizes if size <= most) == 33
+    assert sizes[:3] == [33, 17, 9]
+
+    card(0)
+    matrix = torch.randn(128, 128, generator=torch.Generator().manual_seed(2))
+    with pytest.raises(ResourceError, match=r"^cpu: out of memory: expected room for one matrix, got CUDA out of memory. Tried .* 2 GiB. "):
+        list(work_on([torch.device("cpu")], [0], lambda _, __: devices.encode_matrix(matrix, bits=4, seed=1, name="m")))
+    assert sizes[-1] == 1, "it went down to one tile before it gave up"

@@ -17,7 +17,7 @@ from r7convert import codec, devices
 from r7convert.card import CARD
 from r7convert.checkpoint import read_checkpoint
 from r7convert.encode_shared import SharedReport, encode_shared
-from r7convert.errors import FormatError, UnsupportedError, UsageError
+from r7convert.errors import FormatError, ResourceError, UnsupportedError, UsageError
 from r7convert.journal import MANIFEST, VERDICT, Manifest, read_manifest, write_manifest
 from r7convert.restamp import restamp
 from r7convert.sample import write_sample
@@ -25,6 +25,7 @@ from r7convert.store import hash_file, read_json, write_json
 from r7convert.team import Team
 from r7convert.verify import verify
 from tests.fakes import FakeEncoder, fake_encoder
+from tests.folders import tree
 from tests.kill import at_every_step
 
 __all__ = ["fake_encoder"]
@@ -425,3 +426,30 @@ def test_a_team_of_one_shares_with_nobody() -> None:
     assert (team.share([1, 2, 3]), team.gather("x", "y")) == ([1, 2, 3], ["x"])
     assert [Team(rank, 2).share(list(range(5))) for rank in range(2)] == [[0, 2, 4], [1, 3]]
     assert np.array_equal(np.sort(np.concatenate([Team(r, 3).share(np.arange(7)) for r in range(3)])), np.arange(7))
+
+
+def test_a_run_that_is_refused_for_room_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_sample(tmp_path / "sample", hidden=128, intermediate=128)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(1, 1, 0))
+    with pytest.raises(ResourceError, match="free space"):
+        run(tmp_path / "sample", output=tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_cut_between_the_seal_and_the_end_of_its_journal(
+    tmp_path: Path, fake_encoder: FakeEncoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = tmp_path / "sample"
+    write_sample(source, hidden=128, intermediate=128)
+    run(source, output=tmp_path / "whole")
+    with monkeypatch.context() as patch:
+        patch.setattr("r7convert.journal.Journal.close", lambda self: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            run(source, output=tmp_path / "out")
+    assert (tmp_path / "out" / MANIFEST).exists()
+    fake_encoder.calls.clear()
+    with pytest.raises(UsageError, match="another bits"):
+        run(source, output=tmp_path / "out", bits=4)
+    run(source, output=tmp_path / "out")
+    assert fake_encoder.calls == []
+    assert tree(tmp_path / "out") == tree(tmp_path / "whole")

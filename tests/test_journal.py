@@ -128,3 +128,14 @@ def test_an_output_that_is_a_link_to_nothing(tmp_path: Path) -> None:
     ):
         pass
     assert not (tmp_path / "gone").exists()
+
+
+def test_a_lock_under_which_nothing_was_begun_leaves_no_trace(tmp_path: Path) -> None:
+    for folder, stays in ((tmp_path / "new", False), (tmp_path, True)):
+        with pytest.raises(FormatError), locked(folder):
+            raise FormatError(str((folder / STATE_DIR / "lock").stat()))
+        assert folder.exists() == stays
+        assert not (folder / STATE_DIR).exists()
+    with locked(tmp_path):
+        Journal(tmp_path, {"a": 1})
+    assert (tmp_path / STATE_DIR / "journal.jsonl").exists()

@@ -33,6 +33,7 @@ from r7convert.store import (
     read_header,
     read_json,
     strict_json,
+    write_bytes,
     write_json,
 )
 from tests.folders import raw_shard
@@ -346,3 +347,14 @@ def test_free_space(tmp_path: Path) -> None:
     check_free_space(tmp_path / "not" / "there", 1)
     with pytest.raises(ResourceError, match="free space"):
         check_free_space(tmp_path, 1 << 60)
+
+
+@pytest.mark.parametrize("call", ["fsync", "replace"])
+def test_a_file_that_cannot_be_finished_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+    def refused(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, call, refused)
+    with pytest.raises(OSError, match="No space left"):
+        write_bytes(tmp_path / "x", b"1")
+    assert list(tmp_path.iterdir()) == []

@@ -309,3 +309,15 @@ def test_errors_and_ends_wake_who_waits(hub: HubServer, three: Repo, tmp_path: P
         threading.Timer(0.1, fetcher.abandon).start()
         with pytest.raises(Stop):
             fetcher.acquire("b")
+
+
+def test_a_run_of_which_only_the_json_is_left_is_finished(
+    hub: HubServer, published: str, expected: Callable[[str], dict[str, bytes]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Cut after its last payload: there is no step left to make room for."""
+    with monkeypatch.context() as patch:
+        patch.setattr("r7convert.repack_run.Run.write_json_files", lambda self: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            stream(SOURCE, tmp_path / "out", **CHOICES)
+    stream(SOURCE, tmp_path / "out", **CHOICES)
+    assert bytes_of(tmp_path / "out") == expected(published)

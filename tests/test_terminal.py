@@ -3,6 +3,7 @@ from __future__ import annotations
 import errno
 import io
 import json
+import os
 import threading
 
 import pytest
@@ -135,6 +136,10 @@ def test_numbers_of_a_table_are_flush_right() -> None:
         (NetworkError("x"), 6, f"error: x\nnext: {NetworkError.next_step}\n"),
         (OSError(errno.ENOSPC, "No space left on device", "/out/f"), 5, f"error: /out/f: No space left on device\n{NO_ROOM}"),
         (PermissionError(errno.EACCES, "Permission denied", "/out"), 5, f"error: /out: Permission denied\n{NO_ROOM}"),
+        *(
+            (OSError(number, os.strerror(number), "/out/f"), 5, f"error: /out/f: {os.strerror(number)}\n{NO_ROOM}")
+            for number in (errno.EIO, errno.EINVAL, errno.EFBIG, errno.EPERM, errno.EROFS)
+        ),
         (MemoryError("4 GiB"), 5, "error: out of memory: 4 GiB. Use fewer --threads, or a smaller --layers range.\n"),
         (ValueError("odd"), 1, "error: unexpected ValueError: odd\nerror: Please report it, with the traceback that R7_DEBUG=1 prints.\n"),
         (KeyboardInterrupt(), 130, "interrupted: no file is left half-written, repeat the command to go on\n"),

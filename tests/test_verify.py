@@ -300,3 +300,10 @@ def test_a_block_that_only_quantization_config_json_has(tmp_path: Path, target: 
         del config["quantization_config"]
     repack(source, tmp_path / "o", target=target, tp=2 if target == "slabs" else None)
     assert verify(tmp_path / "o", source=source).ok
+
+
+def test_a_verdict_that_was_cut_while_it_was_written_is_no_unlisted_file(make: Callable[[str], Made], tmp_path: Path) -> None:
+    folder = tamper.copy_output(make("r7").output, tmp_path / "o")
+    (folder / f"{VERDICT}.partial").write_bytes(b'{"format"')
+    assert verify(folder).ok
+    assert not (folder / f"{VERDICT}.partial").exists()
