@@ -290,7 +290,7 @@ def _sort_tensors(
     """
     layers: dict[int, LayerNames] = {}
     shared: dict[int, list[tuple[SharedExpertName, TensorEntry]]] = {}
-    strangers: dict[int, TensorEntry] = {}
+    strangers: dict[int, list[TensorEntry]] = {}
     for name, entry in tensors.items():
         parsed = parse_name(name)
         if parsed is not None:
@@ -304,11 +304,13 @@ def _sort_tensors(
             bad.add(f"{entry.file}: {name}", "sqg marker", expected="none", found=name.rsplit(".", 1)[-1], do="SQG is another codec.")
         elif is_expert_name(name):
             at = mtp_layer(name, geometry.layers)
-            strangers.setdefault(layer_of(name) or 0 if at is None else at, entry)
-    for layer, entry in strangers.items():
+            strangers.setdefault(layer_of(name) or 0 if at is None else at, []).append(entry)
+    for layer in strangers.keys() & layers.keys():
         # Experts that are no EXL3 (a BF16 MTP layer) are carried; beside EXL3 ones in the same layer they are a mistake.
-        if layer in layers:
-            bad.add(f"{entry.file}: {entry.name}", "unknown tensor among the routed experts of an EXL3 layer")
+        beside = layers[layer][0][1]
+        for entry in strangers[layer]:
+            what = "unknown tensor among the routed experts of an EXL3 layer"
+            bad.add(f"{entry.file}: {entry.name}", what, expected=f"names like {beside.name}", found=f"{entry.dtype} {list(entry.shape)}")
     return layers, shared, set(strangers)
 
 

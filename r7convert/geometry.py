@@ -75,11 +75,13 @@ class _Sizes:
         )
 
     def flags(self, key: str, layers: int, words: Sequence[Json]) -> list[bool] | None:
-        """A list of one word a layer, out of two, the second meaning routed experts; None where it is no list."""
+        """A list of one word a layer, out of two, the second meaning routed experts; None where it is no list. Some go on over the
+        MTP layers.
+        """
         value = self.config.get(key)
         if not isinstance(value, list):
             return None
-        if len(value) != layers or any(item not in words or isinstance(item, bool) for item in value):
+        if len(value) < layers or any(item not in words or isinstance(item, bool) for item in value):
             expected = f"{layers} of {words[0]!r} and {words[1]!r}, one a layer"
             raise FormatError(complain(self.where, key, expected=expected, found=repr(value)[:80]))
         return [item == words[1] for item in value]

@@ -57,11 +57,8 @@ class Signs:
 
     @property
     def kind(self) -> Kind:
-        """By config.json alone; headers have been held against it."""
-        for kind, there in (("r7", self.r7), ("rank-sliced", self.tail), ("slabs", self.slabs)):
-            if there is not None:
-                return kind  # type: ignore[return-value]
-        return "exl3"
+        """By config.json alone; headers are held against it."""
+        return "r7" if self.r7 is not None else "rank-sliced" if self.tail is not None else "slabs" if self.slabs is not None else "exl3"
 
     def stated(self) -> str:
         """What config.json states, in words for a message."""
@@ -182,28 +179,33 @@ def check_modules(tensors: Mapping[str, TensorEntry], bad: Offences) -> dict[str
 
 
 def check_storage(signs: Signs, tensors: Mapping[str, TensorEntry], sliced: Collection[str], bad: Offences) -> list[str]:
-    """Every EXL3 record of tensor_storage against the headers. `sliced` are the bases of ranked layers: records of their whole
-    matrices are what a slicer left behind, and come back as a warning.
+    """Every EXL3 record of tensor_storage against the headers.
+
+    Records that an earlier form of the checkpoint left behind come back as a warning: the module stands there as a plain weight, or
+    in ranks (`sliced` are the bases of ranked layers), and its own tensors leave nothing to guess. What a record says of a trellis
+    must be true, and a module that stands nowhere is missing.
     """
-    stale = 0
+    stale: list[str] = []
     for place, records in signs.storage.items():
         for module, record in records.items():
             if not isinstance(record, Mapping) or record.get("quant_format") != "exl3":
                 continue
-            if f"{module}.trellis" not in tensors and any(module.startswith(f"{base}.") for base in sliced):
-                stale += 1
+            if f"{module}.trellis" not in tensors:
+                if f"{module}.weight" in tensors or any(module.startswith(f"{base}.") for base in sliced):
+                    stale.append(module)
+                else:
+                    what = f"{place}: tensor_storage: {module}", "record of an EXL3 module"
+                    bad.add(*what, expected=f"{module}.trellis in some shard", found="no such tensor")
                 continue
-            for what, expected, found in _record_faults(module, record, tensors):
-                bad.add(f"{place}: tensor_storage: {module}", what, expected=expected, found=found)
-    return [f"tensor_storage has {stale:,} records of whole experts beside sliced ones: left out"] if stale else []
+            for fault, expected, found in _record_faults(module, record, tensors):
+                bad.add(f"{place}: tensor_storage: {module}", fault, expected=expected, found=found)
+    left = sorted(set(stale))
+    return [f"tensor_storage calls {len(left):,} modules EXL3 that are not, such as {left[0]}: left out"] if left else []
 
 
 def _record_faults(module: str, record: Mapping[str, Json], tensors: Mapping[str, TensorEntry]) -> Iterator[tuple[str, object, object]]:
-    """(what, what the headers have, what the record says) of each untruth."""
-    trellis = tensors.get(f"{module}.trellis")
-    if trellis is None:
-        yield "record of an EXL3 module", f"{module}.trellis in some shard", "no such tensor"
-        return
+    """(what, what the headers have, what the record says) of each untruth about a module that has a trellis."""
+    trellis = tensors[f"{module}.trellis"]
     k = trellis.shape[2] / TILE if len(trellis.shape) == 3 else 0
     if "bits_per_weight" in record and record["bits_per_weight"] != k:
         yield "bits_per_weight", f"{k:g}, as {trellis.file} has it", record["bits_per_weight"]
@@ -211,7 +213,7 @@ def _record_faults(module: str, record: Mapping[str, Json], tensors: Mapping[str
         said, there = record.get(f"{field}_multiplier"), f"{module}.{field}" in tensors
         if said and not there:
             yield f"{field}_multiplier", f"none, for there is no {module}.{field}", said
-        elif said and said != multiplier:
+        elif said and not (is_int(said) and said % (1 << 32) == multiplier):  # signed, as the marker is stored, is the same number
             yield f"{field}_multiplier", multiplier, said
     stored = record.get("stored_tensors")
     for name, form in stored.items() if isinstance(stored, Mapping) else ():

@@ -133,10 +133,14 @@ def _hidden_layout(where: str, names: LayerNames, promise: Promise, tp: int | No
 
 
 def _codebook(where: str, experts: list[tuple[ExpertName, TensorEntry]], promise: Promise, bad: Offences) -> Codebook | None:
-    """The codebook of all markers there are. Where there is none at all, each one is missing, and is named as such later."""
+    """The codebook of all markers there are. In a form that always has them each one that is missing is named later."""
     found = {name.field: entry for name, entry in reversed(experts) if name.field in ("mcg", "mul1")}
     if len(found) > 1:
         bad.add(where, "codebook markers", expected="one codebook", found=" and ".join(sign(entry) for entry in found.values()))
+        return None
+    if not found and len(promise.codebooks) > 1:
+        expected, do = " or ".join(promise.codebooks), "EXL3's codebook without a marker is not supported, and none is assumed."
+        bad.add(where, "codebook markers", expected=f"{expected} at every matrix", found=f"none, {sign(experts[0][1])} among others", do=do)
         return None
     made: Codebook = "mul1" if "mul1" in found else "mcg" if found else promise.codebooks[0]
     if made not in promise.codebooks:

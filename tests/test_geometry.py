@@ -149,6 +149,7 @@ def test_published_configs(model: str) -> None:
         ({"mlp_only_layers": [0, 5]}, [1, 2, 3, 4]),
         ({"mlp_only_layers": None, "first_k_dense_replace": None}, [0, 1, 2, 3, 4, 5]),
         ({"mlp_layer_types": ["dense", "sparse", "dense", "sparse", "sparse", "sparse"]}, [1, 3, 4, 5]),
+        ({"mlp_layer_types": ["dense"] * 5 + ["sparse"] * 2}, [5]),
     ],
 )
 def test_layers_with_experts(keys: dict[str, Any], moe_layers: list[int]) -> None:

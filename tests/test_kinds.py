@@ -289,13 +289,13 @@ GATE = "model.layers.3.mlp.experts.1.gate_proj"
             {"stored_tensors": {f"{GATE}.bias": {"shape": [512]}}},
             (f"{GATE}.bias: expected a tensor of some shard, got no such tensor",),
         ),
-        ("lm_head", {"quant_format": "exl3"}, ("lm_head: record of an EXL3 module: expected lm_head.trellis in some shard, got no such",)),
+        ("ghost", {"quant_format": "exl3"}, ("ghost: record of an EXL3 module: expected ghost.trellis in some shard, got no such tensor",)),
     ],
 )
 def test_records_that_are_untrue(tmp_path: Path, module: str, changes: dict[str, Any], words: tuple[str, ...]) -> None:
     folder = sample(tmp_path / "s", kind="exl3")
     with edited_json(folder / "quantization_config.json") as value:
-        value["tensor_storage"][module] |= changes
+        value["tensor_storage"].setdefault(module, {}).update(changes)
     refused(folder, f"quantization_config.json: tensor_storage: {module}", *words)
 
 
@@ -306,8 +306,53 @@ def test_a_storage_that_is_none(tmp_path: Path, value: Any) -> None:
     refused(folder, "config.json: quantization_config: tensor_storage: block: expected an object")
 
 
-def test_records_that_a_slicer_left_behind_are_a_warning(tmp_path: Path) -> None:
-    folder = sample(tmp_path / "s", **SLICED)
-    with edited_json(folder / "config.json") as config:
-        config["quantization_config"]["tensor_storage"][GATE] = {"quant_format": "exl3", "bits_per_weight": 5}
-    assert read_checkpoint(folder).warnings == ("tensor_storage has 1 records of whole experts beside sliced ones: left out",)
+@pytest.mark.parametrize(("choices", "module"), [(SLICED, GATE), ({}, "lm_head"), ({"kind": "exl3"}, "lm_head")])
+def test_records_that_an_earlier_form_left_behind_are_a_warning(tmp_path: Path, choices: dict[str, Any], module: str) -> None:
+    folder = sample(tmp_path / "s", **choices)
+    for name in BLOCKS:
+        with edited_json(folder / name) as value:
+            block = value.get("quantization_config", value)
+            block.setdefault("tensor_storage", {})[module] = {"quant_format": "exl3", "bits_per_weight": 5}
+    assert read_checkpoint(folder).warnings == (f"tensor_storage calls 1 modules EXL3 that are not, such as {module}: left out",)
+
+
+def test_a_multiplier_may_be_signed(tmp_path: Path) -> None:
+    folder = sample(tmp_path / "s", kind="exl3")
+    with edited_json(folder / "quantization_config.json") as value:
+        value["tensor_storage"][GATE]["mcg_multiplier"] -= 1 << 32
+    assert read_checkpoint(folder).kind == "exl3"
+
+
+# ---- the JSON of one kind over the tensors of another -----------------------------------------------------------------
+
+ONE_K = {"mode": "one-k", "k_values": (3,), "mtp": "none", "layers": 4}
+FORMS: dict[str, dict[str, Any]] = {
+    "r7": {},
+    "r7, own vectors": {"per_expert_vectors": True},
+    "tp 2": {"kind": "rank-sliced", "tail_tp": 2},
+    "tp 4": {"kind": "rank-sliced", "tail_tp": 4},
+    "tp 2, shared_h": {"kind": "rank-sliced", "tail_tp": 2, "shared_h": True},
+    "mcg": {"kind": "exl3"},
+    "mul1": {"kind": "exl3", "codebook": "mul1"},
+}
+# Whole matrices of codebook mcg with vectors of their own are R7 under an R7 block, and plain EXL3 without one.
+# An R7 block takes vectors once a layer or under every expert.
+TAKEN = {("r7, own vectors", "mcg"), ("mcg", "r7, own vectors"), ("r7", "r7, own vectors"), ("r7", "mcg"), ("r7, own vectors", "r7")}
+
+
+@pytest.mark.parametrize("config_of", FORMS)
+@pytest.mark.parametrize("tensors_of", FORMS)
+def test_no_description_fits_another_form(tmp_path: Path, config_of: str, tensors_of: str) -> None:
+    theirs = sample(tmp_path / "theirs", **ONE_K, **FORMS[config_of])
+    folder = sample(tmp_path / "s", **ONE_K, **FORMS[tensors_of])
+    for name in BLOCKS:
+        with edited_json(theirs / name) as their_value, edited_json(folder / name) as value:
+            # Records of modules are told apart elsewhere; here the form of the experts is what must tell.
+            their_value.get("quantization_config", their_value)["tensor_storage"] = {"lm_head": {"quant_format": "exl3"}}
+            value.clear()
+            value |= their_value
+    if config_of == tensors_of or (config_of, tensors_of) in TAKEN:
+        assert read_checkpoint(folder).kind == FORMS[config_of].get("kind", "r7")
+    else:
+        text = refused(folder, "expected", "got")
+        assert "layer 3" in text or "layers.3.mlp.experts." in text
