@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from r7convert import families
 from r7convert.checkpoint import read_checkpoint
 from r7convert.families import CANONICAL, SPELLINGS
 from r7convert.format import PROJECTIONS, ExpertName, SharedExpertName, is_expert_name, mtp_layer, parse_name
 from r7convert.inspect import inspect
+from r7convert.kinds import Kind
 from tests.folders import load, sample
 
 ROOTS = ("model.layers", "model.language_model.layers", "language_model.model.layers", "layers", "mtp.layers", "mtp")
@@ -86,6 +88,19 @@ def test_names(name: str, meaning: Any) -> None:
 )
 def test_mtp_layers_count_from_the_last_layer(name: str, layer: int | None) -> None:
     assert mtp_layer(name, 10) == layer
+
+
+def test_the_page_has_every_row_of_the_table() -> None:
+    page = (Path(__file__).parents[1] / "docs/sources.md").read_text()
+    patterns = [f"`{row.block}.experts.{{E}}.{{{','.join(row.routed)}}}`" for row in SPELLINGS.values()]
+    modules = [f"`{row.block}.{module}" for row in SPELLINGS.values() for module in row.modules]
+    keys = [*families.ROUTED_EXPERTS, *families.EXPERT_SIZE, *families.EXPERT_SIZE_BESIDE.values(), *families.SHARED_EXPERTS]
+    keys += [families.SHARED_EXPERT_SIZE, *families.MTP_LAYERS, families.FIRST_DENSE, families.FREQUENCY, families.STEP]
+    keys += [families.DENSE_ONLY, families.LAYER_TYPES]
+    kinds = [f"| `{kind}` |" for kind in get_args(Kind)]
+    assert [text for text in (*patterns, *modules, *(f"`{key}`" for key in keys), *kinds) if text not in page] == []
+    assert len(keys) == 15
+    assert len(kinds) == 5
 
 
 # ---- whole checkpoints ------------------------------------------------------------------------------------------------
