@@ -1,13 +1,13 @@
 # r7convert: every job has a target; plain `make` lists them.
 .DEFAULT_GOAL := help
-.PHONY: help demo test soak check fmt kernels test-gpu bench bench-codec bench-moe bench-reencode docs wheel clean
+.PHONY: help demo test soak check fmt kernels test-gpu bench bench-codec bench-moe bench-reencode docs site wheel release-check clean
 
 PYTHON ?= python3
 VENV   ?= .venv
 # One exact torch, installed first: plain `torch` fetches the CUDA build, several gigabytes.
-# Where a GPU is to be used: make TORCH=torch ... (and EXTRAS=cu12,dev for CUDA 12).
+# Where a GPU is to be used: make TORCH=torch ... (and EXTRAS=cu12,docs,dev for CUDA 12).
 TORCH  ?= torch==2.13.0
-EXTRAS ?= cu13,plot,dev
+EXTRAS ?= cu13,plot,docs,dev
 PY     := $(VENV)/bin/python
 DEMO   ?= build/demo
 
@@ -58,11 +58,18 @@ bench-reencode:  ## one layer of GLM-5.2's size lifted to one K an expert, one s
 bench-moe:  ## the fused routed experts on this machine's GPU, each checked before it is timed
 	$(PYTHON) -m tests.gpu.bench_moe
 
-docs: $(VENV)/.ready  ## regenerate docs/cli.md, docs/design.md and the README's example
+docs: $(VENV)/.ready  ## write the generated pages, diagrams and screens anew
 	$(PY) -m tests.make_docs
 
+site: $(VENV)/.ready  ## build the pages of docs/ into build/site, strictly, without a network
+	$(PY) -m sphinx -W -n -q --keep-going -b html docs build/site
+
 wheel: $(VENV)/.ready  ## build sdist and wheel into dist/
+	rm -rf dist
 	$(PY) -m build --no-isolation
+
+release-check: wheel  ## is dist/ fit to be uploaded? installs the wheel into a fresh environment
+	$(PY) -m tests.release_check dist build/release --torch "$(TORCH)"
 
 clean:  ## remove what the targets made
 	rm -rf $(VENV) build dist

@@ -112,7 +112,10 @@ def find_recipe(name: str) -> Path:
 
 
 def read_recipe(path: Path) -> Recipe:
-    """Raises:  FormatError with every offender."""
+    """A recipe file, read and checked; nothing of what it names is looked at.
+
+    Raises:  FormatError with every offender.
+    """
     try:
         raw = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

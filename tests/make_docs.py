@@ -1,7 +1,17 @@
-"""`make docs`: what can rot is generated. docs/cli.md from the live commands, README's example from running them, docs/design.md
-from the modules' own words and the levels they keep to.
+"""`make docs`: what can rot is generated. docs/cli.md from the live commands, docs/design.md from the modules' own words and the levels
+they keep to, docs/errors.md from every refusal in the code, docs/api.md from docstrings, and every screen in any page from running
+the commands that stand above it; the diagrams from what they explain.
 
-tests/test_docs.py fails when either is not what this would write.
+tests/test_docs.py fails when one of them is not what this would write. A screen is written in a page as
+
+    <!-- screen
+    sample r7
+    inspect r7
+    -->
+    (what they print, written here)
+    <!-- end of screen -->
+
+The screens of a page run one after the other in one folder, which is empty at first.
 """
 
 from __future__ import annotations
@@ -9,6 +19,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import os
+import re
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,29 +28,22 @@ import typer
 from typer.testing import CliRunner
 
 from r7convert.cli import app
+from tests.make_api import render_api
+from tests.make_diagrams import DIAGRAMS
+from tests.make_errors import render_errors
 from tests.test_architecture import LEVELS, PACKAGE
 
 ROOT = Path(__file__).parents[1]
-CLI = ROOT / "docs" / "cli.md"
-README = ROOT / "README.md"
-DESIGN = ROOT / "docs" / "design.md"
-BEGIN, END = "<!-- example: written by `make docs` -->\n", "<!-- end of example -->\n"
-EXAMPLE = (
-    "sample r7 --mode uniform",
-    "stamp r7 --check",
-    "repack r7 stock --target rank-sliced --tp 2",
-    "verify stock --source r7 --tp 2 --device cpu",  # the same page on a machine with a GPU
-)
-INTRO = """# Commands
+PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "kernels/README.md", *ROOT.glob("docs/*.md")])
+SCREEN = re.compile(r"(<!-- screen\n(.*?)-->\n).*?(<!-- end of screen -->\n)", re.DOTALL)
+
+CLI_INTRO = """# Commands
 
 Written by `make docs` from `r7convert COMMAND --help`; a test keeps it current.
 
-Results go to stdout, progress and talk to stderr. Exit codes: 0 ok, 1 unexpected, 2 usage, 3 input unusable or unsupported (or, with
-`--check`, a repair is due), 4 verification failed, 5 no room, device or permission, 6 network, 130 interrupted. An error is one line,
-`where: what: expected X, got Y. Do Z.`; `R7_DEBUG=1` adds the traceback.
+Results go to stdout, progress, talk and what to do next to stderr. An error is one line, `where: what: expected X, got Y. Do Z.`; exit
+codes and all messages are in [errors.md](errors.md).
 """
-
-
 DESIGN_INTRO = """# The map
 
 Written by `make docs`: each line is the beginning of the module's own docstring, the level is the one that tests/test_architecture.py
@@ -79,34 +83,38 @@ def command_names() -> list[str]:
 
 
 def render_cli() -> str:
-    pages = [f"\n## r7convert\n\n```text\n{page()}```\n"]
-    pages += [f"\n## r7convert {name}\n\n```text\n{page(name)}```\n" for name in command_names()]
-    return INTRO + "".join(pages)
+    pages = [f"\n## r7convert\n\n```text\n{help_of()}```\n"]
+    pages += [f"\n## r7convert {name}\n\n```text\n{help_of(name)}```\n" for name in command_names()]
+    return CLI_INTRO + "".join(pages)
 
 
-def page(*words: str) -> str:
+def help_of(*words: str) -> str:
     with fixed_width():
         done = CliRunner().invoke(app, [*words, "--help"], prog_name="r7convert")
     assert done.exit_code == 0, done.output
     return done.stdout
 
 
-def render_example() -> str:
-    """The commands of EXAMPLE and what they print, run in an empty folder."""
-    lines = ["```text\n"]
+# ---- screens ----------------------------------------------------------------------------------------------------------
+
+
+def with_screens(page: str) -> str:
+    """The page with each of its screens as its commands print it today."""
+    if SCREEN.search(page) is None:
+        return page
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder), fixed_width():
-        for command in EXAMPLE:
-            done = CliRunner().invoke(app, command.split(), prog_name="r7convert")
-            lines.append(f"$ r7convert {command}\n{done.output}")
-            if done.exception and not isinstance(done.exception, SystemExit):
-                lines += [f"error: {line}\n" for line in str(done.exception).splitlines()]
-            lines.append("\n" if command != EXAMPLE[-1] else "")
-    return "".join([*lines, "```\n"])
+        return SCREEN.sub(lambda found: f"{found[1]}```text\n{capture(found[2].splitlines())}```\n{found[3]}", page)
 
 
-def with_example(readme: str) -> str:
-    head, rest = readme.split(BEGIN)
-    return head + BEGIN + render_example() + END + rest.split(END)[1]
+def capture(commands: list[str]) -> str:
+    """What a person sees who runs these: results and talk in their order."""
+    lines = []
+    for command in commands:
+        done = CliRunner().invoke(app, command.split(), prog_name="r7convert")
+        lines.append(f"$ r7convert {command}\n{done.output}")
+        if done.exception and not isinstance(done.exception, SystemExit):
+            lines[-1] += "".join(f"error: {line}\n" for line in str(done.exception).splitlines())
+    return "\n".join(lines)
 
 
 @contextlib.contextmanager
@@ -123,7 +131,10 @@ def fixed_width() -> Iterator[None]:
                 os.environ[name] = value
 
 
+GENERATED = {"cli.md": render_cli, "design.md": render_design, "errors.md": render_errors, "api.md": render_api, **DIAGRAMS}
+
 if __name__ == "__main__":
-    CLI.write_text(render_cli())
-    DESIGN.write_text(render_design())
-    README.write_text(with_example(README.read_text()))
+    for name, render in GENERATED.items():
+        (ROOT / "docs" / name).write_text(render())
+    for path in PAGES:
+        path.write_text(with_screens(path.read_text()))

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from r7convert import __version__
+from tests.release_check import archive_problems
 
 ROOT = Path(__file__).parents[1]
 NAME = f"r7convert-{__version__}"
@@ -40,15 +41,28 @@ def test_the_wheel_has_the_package_its_data_and_nothing_else(built: Path) -> Non
     data = {f"r7convert/_data/{name}" for folder in ("kernels", "recipes") for name in files_of(folder) if not name.endswith(".gitkeep")}
     expected = files_of("r7convert") | data
     assert len(expected) > 40
+    assert "r7convert/py.typed" in names
     assert {name for name in names if not name.endswith(".gitkeep")} == expected
 
 
 def test_the_sdist_has_what_a_build_and_the_tests_need(built: Path) -> None:
     with tarfile.open(built / f"{NAME}.tar.gz") as sdist:
         names = {name.removeprefix(f"{NAME}/") for name in sdist.getnames()}
-    wanted = {name for folder in ("r7convert", "kernels", "recipes", "tests", "docs") for name in files_of(folder)}
-    assert wanted | {"pyproject.toml", "Makefile", "README.md", "CHANGELOG.md", "LICENSE", "PKG-INFO"} <= names
+    wanted = {name for folder in ("r7convert", "kernels", "recipes", "examples", "tests", "docs") for name in files_of(folder)}
+    assert wanted | {"pyproject.toml", "Makefile", "README.md", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "PKG-INFO"} <= names
     assert not [name for name in names if "__pycache__" in name or name.endswith(".pyc")]
+
+
+@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="no git checkout: nothing to compare an sdist with")
+def test_the_release_check_accepts_these_and_names_what_is_missing(built: Path, tmp_path: Path) -> None:
+    sdist, wheel = built / f"{NAME}.tar.gz", built / f"{NAME}-py3-none-any.whl"
+    assert archive_problems(sdist, wheel) == []
+    poor = tmp_path / wheel.name
+    with zipfile.ZipFile(wheel) as whole, zipfile.ZipFile(poor, "w") as copy:
+        for name in whole.namelist():
+            if name != "r7convert/py.typed":
+                copy.writestr(name, whole.read(name))
+    assert archive_problems(sdist, poor) == [f"{wheel.name} lacks r7convert/py.typed"]
 
 
 def test_an_installed_wheel_works_away_from_the_checkout(built: Path, tmp_path: Path) -> None:
