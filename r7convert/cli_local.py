@@ -11,7 +11,7 @@ import typer
 from r7convert.cli_options import AsJson, Quiet, Source, SourceOrRepo, Target, Verbose, local_folder, open_checkpoint
 from r7convert.errors import FormatError, UnsupportedError, UsageError, complain
 from r7convert.terminal import Terminal, command, format_table, wrap
-from r7convert.units import in_bytes
+from r7convert.units import in_bytes, ranges
 
 if TYPE_CHECKING:
     from r7convert.inspect import Inspection
@@ -47,7 +47,6 @@ def sample(
     verbose: Verbose = False,
 ) -> None:
     """Write a small but complete checkpoint, with random weights."""
-    from r7convert.experts import ranges
     from r7convert.sample import write_sample
 
     terminal = Terminal(as_json=as_json, quiet=quiet, verbose=verbose)
@@ -117,17 +116,16 @@ def _draw(found: Inspection, file: Path) -> None:
 
 
 def _inspect_lines(found: Inspection, verbose: bool) -> Iterator[str]:
-    from r7convert.experts import ranges
     from r7convert.format import legal_tps
 
     cp, g = found.checkpoint, found.checkpoint.geometry
     yield f"{cp.where}: {len(cp.tensors):,} tensors in {len(cp.headers)} shards, {in_bytes(cp.payload_bytes)}"
     yield from wrap(f"kind: {found.kind}")
     if found.names:
-        yield f"experts: {found.names}"
+        yield from wrap(f"experts: {found.names}")
     yield f"hidden {g.hidden}, intermediate {g.intermediate} (tp {', '.join(map(str, legal_tps(g.intermediate)))})"
     experts = f"{g.experts} routed, {g.shared_experts} shared"
-    yield from wrap(f"{g.layers} layers, experts from {g.first_moe} on: {experts}; tensors under {cp.root}")
+    yield from wrap(f"{g.layers} layers, experts in {ranges(g.moe_layers) or 'none'}: {experts}; tensors under {cp.root}")
     yield from wrap(f"MTP: {found.mtp}")
     for state, layers in found.shared_experts.items():
         yield f"shared experts: {state} in layers {ranges(layers)}"
@@ -161,7 +159,7 @@ def _after_inspect(found: Inspection, source: str) -> Iterator[str]:
         return
     if found.stamp_due:
         repair = command("stamp", source, "--in-place") if is_folder else command("fix-hub", source)
-        yield f"{repair}  # for R7-aware servers"
+        yield f"{repair}  # for R7-aware servers" if found.checkpoint.kind == "r7" else repair
     takes = [answer.target for answer in found.targets if answer.accepted]
     target = next((t for t in ("rank-sliced", "slabs", "exl3", "r7") if t in takes), None)
     if target is None:
@@ -173,7 +171,6 @@ def _after_inspect(found: Inspection, source: str) -> Iterator[str]:
 
 def _census_rows(found: Inspection, verbose: bool) -> Iterator[tuple[str, ...]]:
     """A row a layer, or, where they are many, a row for all layers of one form and one set of K."""
-    from r7convert.experts import ranges
 
     groups: dict[tuple[Any, ...], list[Any]] = {}
     for layer in found.census:

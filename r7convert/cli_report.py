@@ -68,9 +68,9 @@ def write_page(path: Path, page: str) -> None:
 
 
 def _report_lines(found: Report, verbose: bool) -> Iterator[str]:
-    from r7convert.experts import ranges
     from r7convert.facts import count_k, mean_of
     from r7convert.format import PROJECTIONS
+    from r7convert.units import ranges
 
     g = found.geometry
     tp = f", tp {found.tp}" if found.tp else ""

@@ -8,7 +8,7 @@ which words a model family spells its names.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -84,17 +84,6 @@ def shared_names(base: str, proj: str, hidden: Hidden, tp: int | None) -> list[s
     if hidden == "r7_shared":
         return [f"{base}.r7_shared.{'down_svh' if proj == 'down_proj' else 'gate_up_suh'}"]
     return [f"{base}.shared_h.{proj}.rank{rank}.{HIDDEN_FIELD[proj]}" for rank in range(tp or 1)]
-
-
-def ranges(numbers: Iterable[int]) -> str:
-    """Numbers for people: "0-3, 7, 9-11"."""
-    spans: list[list[int]] = []
-    for n in sorted(numbers):
-        if spans and n == spans[-1][1] + 1:
-            spans[-1][1] = n
-        else:
-            spans.append([n, n])
-    return ", ".join(f"{a}" if a == b else f"{a}-{b}" for a, b in spans)
 
 
 @dataclass(frozen=True, slots=True)

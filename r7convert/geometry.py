@@ -7,8 +7,8 @@ from typing import Any
 
 from r7convert import families
 from r7convert.errors import FormatError, UnsupportedError, complain
-from r7convert.experts import ranges
 from r7convert.format import HADAMARD, MAX_COUNT, MAX_SIZE, Geometry, is_int
+from r7convert.units import ranges
 
 Json = Any
 

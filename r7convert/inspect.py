@@ -11,12 +11,13 @@ from typing import Any
 from r7convert import policy
 from r7convert.checkpoint import Checkpoint
 from r7convert.errors import R7Error, UnsupportedError
-from r7convert.experts import ExpertLayer, ranges
+from r7convert.experts import ExpertLayer
 from r7convert.format import PER_EXPERT_V1, PROJECTIONS, SLICED, legal_tps
 from r7convert.journal import MANIFEST
 from r7convert.ktable import Problem
 from r7convert.plan import plan_repack
 from r7convert.stamp import TARGETS, Place, StampFiles, diagnose, repair
+from r7convert.units import ranges
 from r7convert.vectors import Unread
 
 Json = Any

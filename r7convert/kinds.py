@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from r7convert.errors import FormatError, Offences, UnsupportedError, complain
-from r7convert.experts import MAX_K, Codebook, ExpertLayer, Promise, ranges
+from r7convert.experts import MAX_K, Codebook, ExpertLayer, Promise
 from r7convert.format import (
     HADAMARD,
     MAX_SIZE,
@@ -29,6 +29,7 @@ from r7convert.format import (
     is_expert_name,
     is_int,
 )
+from r7convert.units import ranges
 
 Json = Any
 Kind = Literal["r7", "rank-sliced", "slabs", "exl3", "other"]

@@ -11,11 +11,12 @@ from dataclasses import dataclass, replace
 from r7convert import policy
 from r7convert.checkpoint import Checkpoint
 from r7convert.errors import Offences, UnsupportedError, UsageError, complain
-from r7convert.experts import MAX_K, ExpertLayer, Hidden, ranges
+from r7convert.experts import MAX_K, ExpertLayer, Hidden
 from r7convert.format import PER_EXPERT_V1, R7_K_VALUES, SHARED_H_V1, SLICED, STOCK_READERS, TAIL_K_VALUES, check_tp, layer_of, legal_tps
 from r7convert.ktable import MAX_TIERS, KTable, Problem
 from r7convert.moves import LAYOUTS, LayerPlan
 from r7convert.stamp import TARGETS
+from r7convert.units import ranges
 from r7convert.vectors import Vectors
 
 Choose = Callable[[Problem], policy.Plan]

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 
 from r7convert.errors import Offences
-from r7convert.experts import HIDDEN_FIELD, MAX_K, Codebook, ExpertLayer, Hidden, Promise, ranges, shared_names
+from r7convert.experts import HIDDEN_FIELD, MAX_K, Codebook, ExpertLayer, Hidden, Promise, shared_names
 from r7convert.format import (
     FIELD_DTYPE,
     PROJECTIONS,
@@ -22,6 +22,7 @@ from r7convert.format import (
     expected_shape,
     legal_tps,
 )
+from r7convert.units import ranges
 
 LayerNames = list[tuple[ExpertName | SharedVectorName, TensorEntry]]
 

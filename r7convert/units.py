@@ -1,6 +1,8 @@
-"""Numbers with units, as people read them."""
+"""Numbers as people read them: with units, and several as ranges."""
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 
 def in_bytes(count: float) -> str:
@@ -20,3 +22,14 @@ def in_time(seconds: float) -> str:
     if whole < 3600:
         return f"{whole // 60} min {whole % 60} s"
     return f"{whole // 3600} h {whole % 3600 // 60} min"
+
+
+def ranges(numbers: Iterable[int]) -> str:
+    """Numbers for people: "0-3, 7, 9-11"."""
+    spans: list[list[int]] = []
+    for n in sorted(numbers):
+        if spans and n == spans[-1][1] + 1:
+            spans[-1][1] = n
+        else:
+            spans.append([n, n])
+    return ", ".join(f"{a}" if a == b else f"{a}-{b}" for a, b in spans)

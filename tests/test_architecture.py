@@ -28,7 +28,7 @@ LEVELS = {
     "nvrtc": 2,
     "ktable": 2,
     "knapsack": 2,
-    "geometry": 3,
+    "geometry": 2,
     "kinds": 3,
     "signs": 3,
     "moves": 3,
@@ -132,6 +132,21 @@ def test_modules_import_lower_levels_only() -> None:
         level = LEVELS[path.stem]
         for imported in internal_imports(path):
             assert LEVELS[imported] < level, f"{path.stem} (level {level}) imports {imported} (level {LEVELS[imported]})"
+
+
+def test_judges_share_no_code_with_writers() -> None:
+    """What a judge imports, directly or not, is the format, the disk and data: never what read the source or planned the output."""
+    imports = {path.stem: internal_imports(path) for path in PACKAGE.glob("*.py")}
+    writers = {"experts", "signs", "kinds", "checkpoint", "moves", "rules", "targets", "plan", "copying", "carry", "vectors", "repack_run"}
+    judges = [name for name in imports if name.startswith("contract") or name in ("evidence", "findings", "seal", "verdict")]
+    assert writers <= set(imports)
+    assert len(judges) >= 9
+    for judge in judges:
+        reached, ahead = set[str](), {judge}
+        while ahead:
+            reached |= ahead
+            ahead = {found for name in ahead for found in imports[name]} - reached
+        assert not reached & writers, f"{judge} reaches {sorted(reached & writers)}"
 
 
 def test_no_module_is_an_attic() -> None:

@@ -11,8 +11,8 @@ import torch
 
 from r7convert.checkpoint import read_checkpoint
 from r7convert.errors import FormatError, InputError, UnsupportedError
-from r7convert.experts import ranges
 from r7convert.source import Folder
+from r7convert.units import ranges
 from tests.folders import CARRIER, INDEX, R7, edited_json, edited_shard, raw_shard, read_raw, sample
 
 GATE = "model.layers.3.mlp.experts.1.gate_proj"
