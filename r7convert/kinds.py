@@ -20,6 +20,7 @@ from r7convert.format import (
     MAX_SIZE,
     MCG_MULTIPLIER,
     MUL1_MULTIPLIER,
+    RANK_SUFFIX,
     SHARED_H_V1,
     TILE,
     Geometry,
@@ -126,6 +127,10 @@ def check_signs(signs: Signs, tensors: Mapping[str, TensorEntry], geometry: Geom
             bad.add("config.json", f"two descriptions of layers {first} to {last}", expected="one", found=found)
     if signs.slabs is not None and ranges_of:
         bad.add("quantization_config", SLABS, expected=f"no {' or '.join(ranges_of)} beside it", found=", ".join([SLABS, *ranges_of]))
+    for name, entry in tensors.items():
+        if ".rank" in name and (rank := RANK_SUFFIX.search(name)) and not is_expert_name(name):
+            do = "Readers of ranks drop the names of other ranks, whatever they belong to."
+            bad.add(f"{entry.file}: {name}", f"rank {rank[1]} of a tensor that is no routed expert's", do=do)
     if "exl3" in signs.methods and not any(name.endswith(".trellis") for name in tensors):
         found = f"none in {len(tensors):,} tensors"
         bad.add("quantization_config", EXL3, expected="a trellis in some shard", found=found, do="Are these the original weights?")

@@ -232,6 +232,14 @@ def test_experts_in_a_layer_that_is_dense(tmp_path: Path) -> None:
     refused(folder, "routed experts in layers 4, which it says are dense: expected layers 3, got layers 3-4")
 
 
+@pytest.mark.parametrize("choices", [{}, {"kind": "exl3"}, SLICED])
+def test_ranks_of_what_is_no_routed_expert(tmp_path: Path, choices: dict[str, Any]) -> None:
+    folder = sample(tmp_path / "s", **choices)
+    with edited_shard(folder / CARRIER) as tensors:
+        tensors["model.layers.3.mlp.shared_experts.up_proj.rank1.weight"] = tensors.pop("model.layers.3.mlp.shared_experts.up_proj.weight")
+    refused(folder, f"{CARRIER}: model.layers.3.mlp.shared_experts.up_proj.rank1.weight: rank 1 of a tensor that is no routed expert's")
+
+
 # ---- codebooks and modules --------------------------------------------------------------------------------------------
 
 
