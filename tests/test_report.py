@@ -7,7 +7,6 @@ import json
 import re
 import shutil
 import struct
-import subprocess
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -32,6 +31,7 @@ from r7convert.report_html import render_census, render_html
 from r7convert.sample import write_sample
 from r7convert.verdict import write_verdict
 from r7convert.verify import verify
+from tests.browser import find_browser, shoot
 from tests.outputs import OUTPUTS, SMALLEST, Made
 from tests.sealed import judge, write_sealed
 
@@ -344,23 +344,19 @@ def test_inspect_draws_the_census_of_a_source(lifted: Made, tmp_path: Path) -> N
 
 def test_chromium_shows_it_in_light_dark_and_on_a_phone(described: Report, tmp_path: Path) -> None:
     """Ground and ink follow the scheme, and nothing sticks out of a screen 390 pixels wide."""
-    browser = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-    if browser is None:
-        pytest.skip("no chromium here")
+    find_browser()
     imread = pytest.importorskip("matplotlib.image").imread
     page = tmp_path / "report.html"
     # Twice as wide a screen: what sticks out of the page's 390 pixels is seen in the other half.
     frame = '<body style="margin:0;background:#f0f"><iframe src="report.html" scrolling="no" style="border:0;width:390px;height:1500px">'
     page.write_text(render_html(described))
     (tmp_path / "phone.html").write_text(frame)
-    for name, scheme, width in (("report", 1, 1000), ("report", 0, 1000), ("phone", 1, 780)):
-        shot = tmp_path / f"{name}-{scheme}.png"
-        flags = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", f"--user-data-dir={tmp_path / 'profile'}"]
-        flags += [f"--blink-settings=preferredColorScheme={scheme}", f"--window-size={width},1500", f"--screenshot={shot}"]
-        subprocess.run([browser, *flags, (tmp_path / f"{name}.html").as_uri()], check=True, capture_output=True, timeout=60)
+    for name, dark, width in (("report", False, 1000), ("report", True, 1000), ("phone", False, 780)):
+        shot = tmp_path / f"{name}-{dark}.png"
+        shoot(tmp_path / f"{name}.html", shot, width=width, height=1500, dark=dark)
         pixels = imread(shot)[:, :, :3]
         ground = float(pixels[4, 4].mean())
-        assert (ground > 0.9) if scheme else (ground < 0.15)
+        assert (ground < 0.15) if dark else (ground > 0.9)
         assert len({tuple(pixel) for pixel in pixels[::5, :390:5].reshape(-1, 3).tolist()}) > 20
         if name == "phone":
             # Past the cards' right edge there is ground alone.
