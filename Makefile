@@ -1,6 +1,6 @@
 # r7convert: every job has a target; plain `make` lists them.
 .DEFAULT_GOAL := help
-.PHONY: help demo test soak check fmt kernels test-gpu bench bench-codec bench-moe bench-reencode docs site wheel release-check clean
+.PHONY: help demo test soak fuzz check fmt kernels test-gpu bench bench-codec bench-moe bench-reencode docs site wheel release-check clean
 
 PYTHON ?= python3
 VENV   ?= .venv
@@ -34,6 +34,13 @@ check: $(VENV)/.ready  ## lint, format and types
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
+
+FUZZ_EXAMPLES ?= 500
+FUZZ_SEED     ?= $(shell date +%s)
+
+fuzz: $(VENV)/.ready  ## hostile inputs, FUZZ_EXAMPLES a door and kind (some minutes); what it finds is in build/hostile
+	@echo "FUZZ_SEED=$(FUZZ_SEED) FUZZ_EXAMPLES=$(FUZZ_EXAMPLES)"
+	R7_FUZZ_EXAMPLES=$(FUZZ_EXAMPLES) $(PY) -m pytest tests/test_hostile.py tests/test_corpus.py -s --hypothesis-seed=$(FUZZ_SEED) --timeout 3600
 
 fmt: $(VENV)/.ready  ## format the code
 	$(PY) -m ruff format .

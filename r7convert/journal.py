@@ -61,6 +61,8 @@ def locked(folder: Path) -> Iterator[None]:
     is_new = not folder.exists()
     try:
         state.mkdir(parents=True, exist_ok=True)
+        if links := [path for path in (state, *state.iterdir()) if path.is_symlink()]:  # they would lead writes out of the folder
+            raise ResourceError(complain(links[0], "cannot write here", expected="no link", found="one"))
         lock = FileLock(state / _LOCK)
         lock.acquire(timeout=0)
     except Timeout:

@@ -145,7 +145,8 @@ def read_json(path: Path) -> Json:
         check_not_pointer(head, path)
         if size > MAX_JSON_BYTES:
             raise FormatError(complain(path, "size of a JSON file", expected=f"at most {MAX_JSON_BYTES} bytes", found=size))
-        return strict_json(head + file.read(MAX_JSON_BYTES), path)
+        file.seek(0)
+        return strict_json(file.read(MAX_JSON_BYTES), path)
 
 
 def header_length(prefix: bytes, size: int, where: object) -> int:
@@ -229,7 +230,8 @@ def read_header(path: Path) -> Header:
     with file:
         prefix = file.read(64)
         length = header_length(prefix, size, path)
-        raw = (prefix[8:] + file.read(max(0, length - 56)))[:length]
+        file.seek(8)
+        raw = file.read(length)
     return parse_header(raw, file=path.name, size=size)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import os
 import shutil
 import signal
 import tomllib
@@ -40,12 +41,14 @@ from r7convert.restamp import restamp
 from r7convert.sample import write_sample
 from r7convert.sample_shape import Sample, check_sample
 from r7convert.slab_layout import SIDECAR
-from r7convert.store import STATE_DIR, encode_json, hash_file, read_json, write_json
+from r7convert.store import STATE_DIR, encode_json, hash_file, is_plain_name, read_json, write_json
 from r7convert.terminal import report_error
 from r7convert.verdict import check_verdict
 from r7convert.verify import verify
 from tests.outputs import SMALLEST
 
+EXAMPLES = int(os.environ.get("R7_FUZZ_EXAMPLES", "0"))
+"""Cases a door and kind. 0: the few that `make test` sends, the same ones each time."""
 MOST_SECONDS = 20.0
 """A case takes milliseconds; this much is a loop that does not end, on however busy a machine."""
 MOST_LINES = 21
@@ -126,6 +129,8 @@ class Asked:
 
     def __init__(self) -> None:
         self.errors: list[R7Error] = []
+        self.codes: list[int] = []
+        """Exit codes, where commands were run."""
 
     def __call__(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         try:
@@ -137,6 +142,8 @@ class Asked:
 
     @property
     def outcome(self) -> str:
+        if self.codes:
+            return f"exit {self.codes[0]}"
         return type(self.errors[0]).__name__ if self.errors else "sound"
 
 
@@ -269,6 +276,34 @@ def ask_importance(folder: Path, asked: Asked) -> None:
         asked(parse_importance, value, {1: 2, 2: 2})
 
 
+def ask_commands(folder: Path, asked: Asked) -> None:
+    """The same through the command line, which reads and writes nothing."""
+    before = snapshot(folder.parent)
+    for words in (
+        ("inspect", str(folder)),
+        ("inspect", str(folder), "--json"),
+        ("stamp", str(folder), "--check"),
+        ("repack", str(folder), str(folder.with_name("out")), "--target", "slabs", "--tp", "2", "--dry-run"),
+        ("repack", str(folder), str(folder.with_name("out")), "--target", "rank-sliced", "--tp", "1", "--mixed-k", "lift", "--dry-run"),
+    ):
+        asked.codes.append(check_command(words, {0, 3}))
+    assert snapshot(folder.parent) == before, "a command that only looks has changed something"
+
+
+def ask_verify_command(folder: Path, asked: Asked) -> None:
+    reseal(folder)
+    before = snapshot(folder.parent)
+    asked.codes.append(check_command(("verify", str(folder), "--threads", "1"), {0, 3, 4}))
+    assert {path: at for path, at in snapshot(folder.parent).items() if path.name != VERDICT and path != folder} == {
+        path: at for path, at in before.items() if path.name != VERDICT and path != folder
+    }, "verify has changed more than its verdict"
+
+
+def snapshot(base: Path) -> dict[Path, tuple[int, int]]:
+    """Size and time of everything under a folder."""
+    return {path: (path.lstat().st_size, path.lstat().st_mtime_ns) for path in base.rglob("*")}
+
+
 R7 = "r7-experts-layer-001"
 RANK = "experts-layer-001-rank-1-of-2.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -293,6 +328,16 @@ DOORS = {
         Door("judged source config", "source", "config.json", "json", ask_judge_of_source),
         Door("judged source index", "source", INDEX, "json", ask_judge_of_source),
         Door("judged source header", "source", f"{R7}.safetensors", "header", ask_judge_of_source),
+        Door("command: config", "source", "config.json", "json", ask_commands),
+        Door("command: index", "source", INDEX, "json", ask_commands),
+        Door("command: bit_map", "source", f"{R7}.json", "json", ask_commands),
+        Door("command: header", "source", f"{R7}.safetensors", "header", ask_commands),
+        Door("command: tail", "sliced", "config.json", "json", ask_commands),
+        Door("command: tier_map", "sliced", "tier_map.json", "json", ask_commands),
+        Door("command: verify config", "sliced", "config.json", "json", ask_verify_command),
+        Door("command: verify slabs", "sliced", SIDECAR, "json", ask_verify_command),
+        Door("command: verify header", "sliced", RANK, "header", ask_verify_command),
+        Door("command: verify manifest", "sliced", MANIFEST, "json", ask_verify_command),
         Door("manifest", "sliced", MANIFEST, "json", ask_seal),
         Door("verdict", "sliced", VERDICT, "json", ask_verdict),
         Door("journal", "unfinished", f"{STATE_DIR}/{JOURNAL}", "lines", ask_journal),
@@ -308,8 +353,13 @@ DOORS = {
 
 def reseal(folder: Path) -> None:
     """Let the manifest say what stands there, so that the seal passes and the contract has to look."""
-    manifest = read_json(folder / MANIFEST)
-    for name in manifest["files"]:
+    try:
+        manifest = json.loads((folder / MANIFEST).read_bytes())
+    except (ValueError, RecursionError):
+        return  # it is the manifest that is hostile
+    if not isinstance(manifest, dict) or not isinstance(manifest.get("files"), dict):
+        return
+    for name in [name for name in manifest["files"] if is_plain_name(name)]:
         if (folder / name).is_file():
             record = hash_file(folder / name)
             manifest["files"][name] = {"size": record.size, "sha256": record.sha256}
@@ -391,7 +441,7 @@ def command(*words: str) -> tuple[int, str, str]:
     return int(code or 0), out, err
 
 
-def check_output(words: tuple[str, ...], allowed: set[int]) -> int:
+def check_command(words: tuple[str, ...], allowed: set[int]) -> int:
     """A command on a hostile folder: an allowed exit code, errors of one printable line each, no traceback."""
     code, out, err = command(*words)
     assert code in allowed, f"exit code {code} of {words}: {err[:500]}"
