@@ -111,7 +111,7 @@ def _shared_experts(sizes: _Sizes) -> int:
 
 def _moe_layers(sizes: _Sizes, layers: int) -> list[int]:
     """Layers with routed experts: those that no key makes dense. With no such key, all."""
-    first = sizes.number((families.FIRST_DENSE,), default=0, least=0)
+    first = sizes.number(families.FIRST_DENSE, default=0, least=0)
     by_list = sizes.flags(families.FREQUENCY, layers, (0, 1))
     frequency = 1 if by_list is not None else sizes.number((families.FREQUENCY,), default=1)
     by_type = sizes.flags(families.LAYER_TYPES, layers, ("dense", "sparse"))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ast
+import importlib.util
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_args
 
@@ -95,12 +98,43 @@ def test_the_page_has_every_row_of_the_table() -> None:
     patterns = [f"`{row.block}.experts.{{E}}.{{{','.join(row.routed)}}}`" for row in SPELLINGS.values()]
     modules = [f"`{row.block}.{module}" for row in SPELLINGS.values() for module in row.modules]
     keys = [*families.ROUTED_EXPERTS, *families.EXPERT_SIZE, *families.EXPERT_SIZE_BESIDE.values(), *families.SHARED_EXPERTS]
-    keys += [families.SHARED_EXPERT_SIZE, *families.MTP_LAYERS, families.FIRST_DENSE, families.FREQUENCY, families.STEP]
+    keys += [families.SHARED_EXPERT_SIZE, *families.MTP_LAYERS, *families.FIRST_DENSE, families.FREQUENCY, families.STEP]
     keys += [families.DENSE_ONLY, families.LAYER_TYPES]
     kinds = [f"| `{kind}` |" for kind in get_args(Kind)]
     assert [text for text in (*patterns, *modules, *(f"`{key}`" for key in keys), *kinds) if text not in page] == []
-    assert len(keys) == 15
+    assert len(keys) == 19
     assert len(kinds) == 5
+
+
+# ---- what exllamav3 writes ----------------------------------------------------------------------------------------------
+
+NOT_READ = {"gemma4": "no block between layer and experts", "nemotronh": "no gate", "step3_5": "a block `moe`, a shared expert outside it"}
+
+
+def _exllamav3() -> Iterator[tuple[str, str, dict[str, str]]]:
+    """(architecture's file, block, key of each projection) of every mixture of experts that exllamav3 builds, out of its sources."""
+    spec = importlib.util.find_spec("exllamav3")
+    if spec is None or not spec.submodule_search_locations:
+        pytest.skip("exllamav3's sources are not on PYTHONPATH")
+    for path in sorted(Path(spec.submodule_search_locations[0], "architecture").glob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "BlockSparseMLP":
+                given = {keyword.arg: ast.unparse(keyword.value).strip("f'") for keyword in node.keywords}
+                keys = {proj: given.get(f"key_{proj.removesuffix('_proj')}", "None") for proj in PROJECTIONS}
+                # A key that is handed in whole is the module's own, which all of those call mlp.
+                block = given["key"].rpartition("}.")[2].rpartition(".")[2] if "}" in given["key"] else CANONICAL
+                yield path.stem, block, keys
+
+
+def test_names_that_exllamav3_writes_are_read() -> None:
+    read, not_read = set[str](), set[str]()
+    for stem, block, keys in _exllamav3():
+        names = {proj: f"model.layers.7.{block}.{key.format(expert_idx=3)}.trellis" for proj, key in keys.items()}
+        found = {proj: parse_name(name) for proj, name in names.items()}
+        is_read = all(isinstance(name, ExpertName) and (name.proj, name.expert) == (proj, 3) for proj, name in found.items())
+        (read if is_read else not_read).add(stem)
+    assert not_read == set(NOT_READ)
+    assert len(read) >= 25
 
 
 # ---- whole checkpoints ------------------------------------------------------------------------------------------------
