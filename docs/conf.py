@@ -18,3 +18,4 @@ html_copy_source = False
 html_theme_options = {"source_edit_link": "", "top_of_page_buttons": []}
 smartquotes = False  # --help is two hyphens
 suppress_warnings = ["toc.not_included"]  # a page that index.md does not list yet is found by links and by search
+html_use_index = False

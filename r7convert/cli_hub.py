@@ -12,7 +12,7 @@ import typer
 from r7convert.cli_options import AGAIN, AsJson, DryRun, Quiet, Target, Verbose, parse_layers, wants_bars
 from r7convert.errors import UsageError, complain
 from r7convert.terminal import Terminal, command, wrap
-from r7convert.units import in_bytes
+from r7convert.units import in_bytes, in_time
 
 if TYPE_CHECKING:
     from r7convert.address import Repo
@@ -170,16 +170,22 @@ def convert(
 
 
 def _convert_lines(done: Converted) -> Iterator[str]:
-    from r7convert.format import is_int
-
     yield done.title
     for name, said in done.stages.items():
-        facts = ", ".join(f"{key} {in_bytes(v) if key.endswith('bytes') and is_int(v) else v}" for key, v in (said or {}).items())
-        yield from wrap(f"  {name}: {facts}".rstrip(": "))
+        yield from wrap(f"  {name}: {', '.join(_fact(key, value) for key, value in (said or {}).items())}".rstrip(": "))
     if done.dry_run:
         yield "nothing was touched"
     else:
         yield done.url or str(done.output)
+
+
+def _fact(key: str, value: object) -> str:
+    """What a stage of a chain noted, with its unit. verify's part "bytes" has a state and no size."""
+    if isinstance(value, (int, float)) and key.endswith("bytes"):
+        return f"{key} {in_bytes(value)}"
+    if isinstance(value, (int, float)) and key == "seconds":
+        return in_time(value)
+    return f"{key} {value}"
 
 
 # ---- arguments --------------------------------------------------------------------------------------------------------

@@ -214,7 +214,8 @@ def _fetch_all(snapshot: Snapshot, todo: Sequence[HubFile], folder: Path, journa
     futures: dict[Future[FileRecord], str] = {}
     try:
         for file in sorted(todo, key=lambda f: f.size):
-            futures[pool.submit(fetch_file, snapshot, file, folder, progress.advance, stop)] = file.name
+            advance = partial(progress.advance, note=file.name)
+            futures[pool.submit(fetch_file, snapshot, file, folder, advance, stop)] = file.name
         for future in as_completed(futures):
             journal.record(futures[future], future.result())
     except BaseException:

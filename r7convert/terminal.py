@@ -46,7 +46,7 @@ class Terminal:
             return Progress()
         if not self.bars:
             return Talk(sys.stderr)
-        if sys.stderr.isatty():
+        if sys.stderr.isatty() and os.environ.get("TERM") != "dumb":
             return Bar(sys.stderr)
         return Lines(sys.stderr)
 

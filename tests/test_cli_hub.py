@@ -266,5 +266,11 @@ def test_a_stream_that_is_killed_is_finished_by_the_next(server: HubServer, fold
 
 
 def test_a_chain_says_what_its_stages_did(tmp_path: Path) -> None:
-    said = Converted("t", tmp_path, {"repack": {"files": 3, "bytes": 2_400_000}, "verify": {"seal": "passed", "bytes": "passed"}}, None)
-    assert list(_convert_lines(said))[1:3] == ["  repack: files 3, bytes 2.4 MB", "  verify: seal passed, bytes passed"]
+    encoded = {"kept": 0, "seconds": 61.2}
+    judged = {"seal": "passed", "bytes": "passed"}
+    said = Converted("t", tmp_path, {"repack": {"files": 3, "bytes": 2_400_000}, "encode-shared": encoded, "verify": judged}, None)
+    assert list(_convert_lines(said))[1:4] == [
+        "  repack: files 3, bytes 2.4 MB",
+        "  encode-shared: kept 0, 1 min 1 s",
+        "  verify: seal passed, bytes passed",
+    ]

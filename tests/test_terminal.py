@@ -91,7 +91,10 @@ def test_the_switches_choose_the_progress(monkeypatch: pytest.MonkeyPatch) -> No
     assert type(Terminal(quiet=True, verbose=True).progress()) is Progress
     assert type(Terminal().progress()) is Lines
     monkeypatch.setattr(terminal.sys, "stderr", Tty())
+    monkeypatch.setenv("TERM", "xterm")
     assert type(Terminal().progress()) is Bar
+    monkeypatch.setenv("TERM", "dumb")
+    assert type(Terminal().progress()) is Lines
 
 
 def test_results_are_lines_or_json_and_talk_is_on_stderr(capsys: pytest.CaptureFixture[str]) -> None:
