@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from r7convert.checkpoint import Checkpoint, read_checkpoint
-from r7convert.errors import VerifyError
+from r7convert.errors import UsageError, VerifyError, complain
 from r7convert.facts import Census, ErrorStep, count_k, error_steps, matrix_figures, mean_of, serve_command, tensor_counts, who_loads
 from r7convert.format import PROJECTIONS, ExpertName, Geometry, SharedExpertName, parse_name
 from r7convert.inspect import TargetAnswer, inspect
@@ -134,9 +134,12 @@ class Report:
 def report(folder: Path) -> Report:
     """Describe a sealed folder. The same folder gives the same report: no dates, no machine, no path.
 
-    Raises:  FormatError for a folder without its seal, or one whose headers are unsound.
+    Raises:  FormatError for a folder without its seal, or one whose headers are unsound; UsageError for a part of a checkpoint.
     """
     manifest = read_manifest(folder)
+    if partial := manifest.facts.get("partial"):
+        do = "A part is looked at with r7convert.open_slabs."
+        raise UsageError(complain(folder, "a part of a checkpoint", expected="all layers", found=partial, do=do))
     checkpoint = read_checkpoint(folder)
     found, facts = inspect(checkpoint), manifest.facts
     census = {layer: experts.bits for layer, experts in checkpoint.experts.items()}

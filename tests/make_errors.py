@@ -74,7 +74,7 @@ stale or a pointer is fetched again: `r7convert download` compares each one with
     ),
     Group(
         "Judging a folder",
-        ("evidence", "verdict", "verify", "verify_numbers"),
+        ("evidence", "report", "verdict", "verify", "verify_numbers"),
         """A folder that fails is not served and not pushed. If its files changed after the conversion, repack into a new folder; if
 they did not, report it.""",
     ),

@@ -166,6 +166,12 @@ def test_unsealed_is_refused_by_name_and_unjudged_is_said(tmp_path: Path) -> Non
     assert ">verified" not in page
 
 
+def test_a_part_of_a_checkpoint_is_refused_by_name(lifted: Made, tmp_path: Path) -> None:
+    repack(lifted.source, tmp_path / "part", target="slabs", tp=1, layers=(1, 1))
+    with pytest.raises(UsageError, match=r"part: a part of a checkpoint: expected all layers, got .*open_slabs"):
+        report(tmp_path / "part")
+
+
 # ---- the page ---------------------------------------------------------------------------------------------------------
 
 
