@@ -6,6 +6,7 @@ here is which of them a target asks for, and what every target asks for: headers
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -19,9 +20,9 @@ from r7convert import contract_config as config_rules
 from r7convert.contract_layers import Layout, check_free_k, check_layer, check_rank_names, check_slab_tiers, check_stock_k
 from r7convert.contract_slabs import check_pointer, check_sidecar_head, check_slab_layer
 from r7convert.contract_values import check_dense_values, check_layer_values, check_shared_experts
-from r7convert.evidence import Evidence, LayerExperts, gather
+from r7convert.evidence import Evidence, LayerExperts, gather, layer_number
 from r7convert.findings import Part
-from r7convert.format import PROJECTIONS, R7_K_VALUES, SHARED_H_V1, TAIL_K_VALUES, Geometry, layer_of
+from r7convert.format import PROJECTIONS, R7_K_VALUES, SHARED_H_V1, TAIL_K_VALUES, Geometry, is_expert_name
 from r7convert.geometry import parse_geometry
 from r7convert.progress import Progress
 from r7convert.store import FileRecord, read_json
@@ -32,6 +33,7 @@ TARGETS = ("rank-sliced", "slabs", "r7", "exl3")
 INDEX = "model.safetensors.index.json"
 MOST_HEADER_BYTES = 20_000_000
 ALIGNMENT = 8
+DENSE_MLP = re.compile(r"\.(?:mlp|ffn|block_sparse_moe)\.(?:down_proj|w2)\.\w+$")
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +89,8 @@ def check_contract(
         geometry = parse_geometry(config)
     if geometry is None or config is None:
         return evidence
-    block = config_rules.check_stamp(folder, config, part)
+    codebooks = _codebooks(evidence) if claims.target == "exl3" else ["mcg"]
+    block = config_rules.check_stamp(folder, config, part, codebooks)
     config_rules.check_mtp(evidence, layers=geometry.layers, mtp_layers=geometry.mtp_layers, part=part)
     case = Case(evidence, config, block, geometry, claims, files, part)
     if claims.target != "slabs":
@@ -168,10 +171,20 @@ def _check_index(evidence: Evidence, part: Part) -> None:
 
 
 def _due_layers(case: Case) -> list[int]:
-    """Layers that config.json says have routed experts, less those whose experts are carried in another form (BF16)."""
-    geometry = case.geometry
-    other = {layer_of(entry.name) for entry in case.evidence.carried if ".mlp.experts." in entry.name}
-    return [layer for layer in range(geometry.first_moe, geometry.layers + geometry.mtp_layers) if layer not in other]
+    """Layers that config.json says have routed experts, less those whose experts are carried in another form (BF16). It does not say
+    it of MTP layers: there one with a dense MLP has none.
+    """
+    geometry, evidence = case.geometry, case.evidence
+    mtp = range(geometry.layers, geometry.layers + geometry.mtp_layers)
+    other = {layer_number(entry.name, evidence.layers) for entry in evidence.carried if is_expert_name(entry.name)}
+    dense = {layer_number(entry.name, evidence.layers) for entry in evidence.carried if DENSE_MLP.search(entry.name)}
+    return sorted({*geometry.moe_layers, *(layer for layer in mtp if layer not in dense)} - other)
+
+
+def _codebooks(evidence: Evidence) -> list[str]:
+    """The codebooks that markers name."""
+    found = {name.rpartition(".")[2] for name in evidence.tensors} & {"mcg", "mul1"}
+    return sorted(found) or ["mcg"]
 
 
 def _layers(case: Case) -> Iterator[LayerExperts]:
@@ -181,7 +194,7 @@ def _layers(case: Case) -> Iterator[LayerExperts]:
 
 def _roots(case: Case) -> set[str]:
     """The one tensor root there may be: the one most layers have."""
-    counts = Counter(root for layer in _layers(case) for root in layer.roots)
+    counts = Counter(root for layer in _layers(case) for root in layer.roots if layer.layer < case.geometry.layers)
     return {counts.most_common(1)[0][0]} if counts else set()
 
 
@@ -220,7 +233,7 @@ def _check_slabs(case: Case) -> None:
     for layer in _layers(case):
         layout = "shared_h_v1" if layer.shared_h else layout
     for layer in _layers(case):
-        check_layer(layer, part, geometry=case.geometry, tp=case.tp, layout=layout, roots=roots)
+        check_layer(layer, part, geometry=case.geometry, tp=case.tp, layout=layout, roots=roots, any_names=True)
         check_free_k(layer, TAIL_K_VALUES, part)
         check_slab_tiers(layer, part)
     _check_slab_files(case, layout)
@@ -314,8 +327,17 @@ def _check_exl3(case: Case) -> None:
         "hybrid_tr3_tail" not in case.config, "config.json", "hybrid_tr3_tail", expected="none", found="one"
     )
     config_rules.check_range(None, _due_layers(case), found, found, part)
-    config_rules.check_dense(case.evidence, case.block, part, moe_range=None, experts_too=True)
+    config_rules.check_dense(case.evidence, case.block, part, moe_range=None, experts_too=True, codebooks=("mcg", "mul1"))
     check_rank_names(case.evidence.tensors.values(), part, tp=None)
     for layer in _layers(case):
-        check_layer(layer, part, geometry=case.geometry, tp=None, layout="per_expert", roots=roots)
+        check_layer(
+            layer,
+            part,
+            geometry=case.geometry,
+            tp=None,
+            layout="per_expert",
+            roots=roots,
+            codebook=layer.codebook,
+            any_names=True,
+        )
         check_free_k(layer, range(1, 9), part)

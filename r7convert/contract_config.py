@@ -7,17 +7,18 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from r7convert.evidence import Evidence, is_mtp, is_ours
+from r7convert.evidence import Evidence, is_ours, layer_number
 from r7convert.findings import Check, Part
 from r7convert.format import (
     MCG_MULTIPLIER,
+    MUL1_MULTIPLIER,
     PER_EXPERT_V1,
     R7_SCHEMA,
     R7Block,
     Tail,
     TensorEntry,
     is_int,
-    layer_of,
+    mtp_layer,
     parse_r7_block,
     parse_tail,
 )
@@ -28,11 +29,12 @@ Config = Mapping[str, Json]
 
 PRODUCER_KEYS = ("producer", "quant_algo", "quantization", "config_groups")
 MODULE_FIELDS = ("trellis", "suh", "svh", "mcg", "mul1")
-TORCH_DTYPE = {"I16": "torch.int16", "F16": "torch.float16", "I32": "torch.int32"}
+MULTIPLIERS = {"mcg": MCG_MULTIPLIER, "mul1": MUL1_MULTIPLIER}
+TORCH_DTYPE = {"I16": "torch.int16", "F16": "torch.float16", "I32": "torch.int32", "BF16": "torch.bfloat16", "F32": "torch.float32"}
 
 
-def check_stamp(folder: Path, config: Config, part: Part) -> Config:
-    """The four places of the stamp; hands back the embedded block, {} if there is none.
+def check_stamp(folder: Path, config: Config, part: Part, codebooks: Sequence[str]) -> Config:
+    """The four places of the stamp; hands back the embedded block, {} if there is none. `codebooks` are those of the payload.
 
     Source:  FORMAT.md section 3.
     """
@@ -43,7 +45,8 @@ def check_stamp(folder: Path, config: Config, part: Part) -> Config:
         return {}
     assert isinstance(block, dict)
     stamp.same(where, "quant_method", expected="exl3", found=block.get("quant_method"))
-    stamp.same(where, "codebook", expected="mcg", found=block.get("codebook"))
+    found = block.get("codebook")
+    stamp.expect(found in codebooks, where, "codebook", expected=" or ".join(codebooks), found=found)
     bits = block.get("bits")
     is_number = isinstance(bits, int | float) and not isinstance(bits, bool)
     stamp.expect(is_number, where, "bits", expected="a number", found=bits)
@@ -173,15 +176,22 @@ def check_mtp(evidence: Evidence, *, layers: int, mtp_layers: int, part: Part) -
     check = part.check("MTP layers: as many as config.json says", "layers")
     found = set()
     for name in evidence.tensors:
-        layer = layer_of(name)
-        if is_mtp(name, layers):
-            found.add(layer if layer is not None and layer >= layers else layers + (layer or 0))
+        if (layer := mtp_layer(name, layers)) is not None:
+            found.add(layer)
     check.same(
         "config.json: num_nextn_predict_layers", "MTP layers", expected=list(range(layers, layers + mtp_layers)), found=sorted(found)
     )
 
 
-def check_dense(evidence: Evidence, block: Config, part: Part, *, moe_range: tuple[int, int] | None, experts_too: bool) -> None:
+def check_dense(
+    evidence: Evidence,
+    block: Config,
+    part: Part,
+    *,
+    moe_range: tuple[int, int] | None,
+    experts_too: bool,
+    codebooks: Sequence[str] = ("mcg",),
+) -> None:
     """EXL3 outside the routed experts: whole modules, embedded records that agree; only where a stock reader takes them.
 
     `moe_range` is set for stock readers, who load a dense EXL3 module only in layers inside it. `experts_too`: every module of
@@ -201,35 +211,49 @@ def check_dense(evidence: Evidence, block: Config, part: Part, *, moe_range: tup
     storage = storage if isinstance(storage, dict) else {}
     for module, fields in modules.items():
         whole.saw()
-        _check_module(module, fields, whole)
+        marker = next((name for name in codebooks if name in fields), codebooks[0])
+        _check_module(module, fields, whole, marker)
         if record.expect(isinstance(storage.get(module), dict), module, "tensor_storage record", expected="one", found=storage.get(module)):
             _check_record(module, fields, storage[module], record, full=experts_too)
         if moe_range is not None:
-            layer = layer_of(module)
+            layer = layer_number(f"{module}.", evidence.layers)
             inside = layer is not None and moe_range[0] <= layer <= moe_range[1]
             part.check("dense EXL3 only in layers a stock reader takes it in", "modules").expect(
                 inside, module, "layer of a dense EXL3 module", expected=f"inside moe_layers {list(moe_range)}", found=layer
             )
     for module in storage:
-        there = f"{module}.trellis" in evidence.tensors
+        there = f"{module}.trellis" in evidence.tensors or (experts_too and _is_plain_record(storage[module], evidence))
         if record.expect(there, f"tensor_storage: {module}", "record", expected="of a module in the files", found="no such module"):
             held = {field: evidence.tensors[name] for field in MODULE_FIELDS if (name := f"{module}.{field}") in evidence.tensors}
-            if module not in modules and isinstance(storage[module], dict):
+            if module not in modules and held and isinstance(storage[module], dict):
                 _check_record(module, held, storage[module], record, full=False)
 
 
-def _check_module(module: str, fields: Mapping[str, TensorEntry], check: Check) -> None:
-    if set(fields) != {"trellis", "suh", "svh", "mcg"}:
-        check.fail(module, "tensors", expected="trellis, suh, svh, mcg", found=", ".join(sorted(fields)))
+def _is_plain_record(record: Json, evidence: Evidence) -> bool:
+    """A record of a module that is not quantized: its tensors are there, in the forms it states."""
+    stored = record.get("stored_tensors") if isinstance(record, dict) else None
+    if not isinstance(stored, dict) or not stored or set(record) != {"stored_tensors"}:
+        return False
+    for name, form in stored.items():
+        entry = evidence.tensors.get(name)
+        dtype = TORCH_DTYPE.get(entry.dtype, entry.dtype) if entry else ""
+        if entry is None or form != {"shape": list(entry.shape), "n_bytes": entry.nbytes, "dtype": dtype}:
+            return False
+    return True
+
+
+def _check_module(module: str, fields: Mapping[str, TensorEntry], check: Check, marker: str) -> None:
+    if set(fields) != {"trellis", "suh", "svh", marker}:
+        check.fail(module, "tensors", expected=f"trellis, suh, svh, {marker}", found=", ".join(sorted(fields)))
         return
     shape = fields["trellis"].shape
     if len(shape) != 3 or shape[2] % 16 or not 1 <= shape[2] // 16 <= 8:
         check.fail(f"{module}.trellis", "shape", expected="[in/16, out/16, 16*K], K in 1..8", found=list(shape))
         return
-    wanted = {"trellis": ("I16", shape), "suh": ("F16", (16 * shape[0],)), "svh": ("F16", (16 * shape[1],)), "mcg": ("I32", ())}
+    wanted = {"trellis": ("I16", shape), "suh": ("F16", (16 * shape[0],)), "svh": ("F16", (16 * shape[1],)), marker: ("I32", ())}
     for field, (dtype, size) in wanted.items():
         entry = fields[field]
-        if entry.dtype != dtype or (entry.shape != size and not (field == "mcg" and entry.shape == (1,))):
+        if entry.dtype != dtype or (entry.shape != size and not (field == marker and entry.shape == (1,))):
             check.fail(entry.name, "dtype and shape", expected=f"{dtype} {list(size)}", found=f"{entry.dtype} {list(entry.shape)}")
     if module.endswith(".gate_up_proj"):
         check.fail(module, "merged payload: no reader loads it", expected="gate_proj and up_proj apart", found="gate_up_proj")
@@ -243,6 +267,9 @@ def _check_record(module: str, fields: Mapping[str, TensorEntry], record: Mappin
     }
     shape = fields["trellis"].shape if "trellis" in fields else ()
     bits = shape[2] // 16 if len(shape) == 3 else 0
-    true = {"quant_format": "exl3", "stored_tensors": stored, "bits_per_weight": bits, "mcg_multiplier": MCG_MULTIPLIER}
+    true = {"quant_format": "exl3", "stored_tensors": stored, "bits_per_weight": bits}
+    true |= {f"{name}_multiplier": value for name, value in MULTIPLIERS.items() if name in fields}
+    for key in record.keys() & {f"{name}_multiplier" for name in MULTIPLIERS} - true.keys():
+        check.fail(f"tensor_storage: {module}: {key}", "value", expected="none: it has no such marker", found=record[key])
     for key in true if full else true.keys() & record.keys():
         check.same_json(f"tensor_storage: {module}: {key}", expected=true[key], found=record.get(key))

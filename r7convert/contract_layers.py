@@ -7,34 +7,49 @@ from typing import Literal
 
 from r7convert.evidence import HIDDEN_FIELD, R7_SHARED_FIELD, Key, LayerExperts
 from r7convert.findings import Part
-from r7convert.format import PROJECTIONS, RANK_SUFFIX, Geometry, TensorEntry, parse_name
+from r7convert.format import PROJECTIONS, RANK_SUFFIX, Geometry, TensorEntry, is_expert_name, parse_name
 
 Layout = Literal["per_expert_v1", "shared_h_v1", "r7_shared", "per_expert"]
 """Where hidden-side vectors stand: under every expert and rank, once a layer and rank, once a layer, under every whole matrix."""
 
-DTYPES = {"trellis": "I16", "suh": "F16", "svh": "F16", "mcg": "I32"}
+DTYPES = {"trellis": "I16", "suh": "F16", "svh": "F16", "mcg": "I32", "mul1": "I32"}
+MARKERS = ("mcg", "mul1")
 STOCK_K = frozenset({3, 4, 5, 6})
 MOST_STOCK_K = 2
 QUALIFIED_K = frozenset({3, 4})
 
 
-def check_layer(layer: LayerExperts, part: Part, *, geometry: Geometry, tp: int | None, layout: Layout, roots: Collection[str]) -> None:
+def check_layer(
+    layer: LayerExperts,
+    part: Part,
+    *,
+    geometry: Geometry,
+    tp: int | None,
+    layout: Layout,
+    roots: Collection[str],
+    codebook: str = "mcg",
+    any_names: bool = False,
+) -> None:
     """Every tensor of the layer is there, none beside them, each of its dtype and shape; K is one over the ranks of a matrix.
 
     `tp` None: whole matrices. A stock reader meets an unknown name with a KeyError, and drops another rank's in silence.
+    `any_names`: the words of other families are known too, and MTP layers under a root of their own.
     """
     names = part.check("expert tensors: none missing, none unknown")
     for entry in layer.unknown:
         names.fail(f"{entry.file}: {entry.name}", "name no reader knows", expected="a tensor of the schema", found=entry.name)
-    for root in layer.roots:
+    for root in layer.roots if not any_names or layer.layer < geometry.layers else ():
         names.expect(root in roots, f"layer {layer.layer}", "tensor root", expected=" or ".join(sorted(roots)), found=root)
+    stems = {f"{root}.{layer.layer}.mlp.experts" for root in layer.roots}
+    named = len(layer.bases) == 1 and (any_names or layer.bases == stems)
+    names.expect(named, f"layer {layer.layer}", "names of experts", expected=" or ".join(sorted(stems)), found=sorted(layer.bases))
     ranks: list[int | None] = [None] if tp is None else list(range(tp))
     at_expert = layout in ("per_expert_v1", "per_expert")
 
     due: set[Key] = set()
     for expert in range(geometry.experts):
         for proj in PROJECTIONS:
-            fields = [field for field in DTYPES if at_expert or field != HIDDEN_FIELD[proj]]
+            fields = [field for field in ("trellis", "suh", "svh", codebook) if at_expert or field != HIDDEN_FIELD[proj]]
             due |= {(expert, proj, rank, field) for rank in ranks for field in fields}
     for key in sorted(due - layer.own.keys(), key=str):
         expert, proj, rank, field = key
@@ -68,7 +83,7 @@ def _check_shapes(layer: LayerExperts, part: Part, geometry: Geometry, tp: int |
             "trellis": entry.shape == (rows // 16, cols // 16, last) and last > 0 and last % 16 == 0,
             "suh": entry.shape == (rows,),
             "svh": entry.shape == (cols,),
-            "mcg": entry.shape in ((), (1,)),
+            **dict.fromkeys(MARKERS, entry.shape in ((), (1,))),
         }.get(field, False)
         due = {"trellis": f"I16 [{rows // 16}, {cols // 16}, 16*K]", "suh": f"F16 [{rows}]", "svh": f"F16 [{cols}]", "mcg": "I32 []"}
         good = fits and entry.dtype == DTYPES.get(field)
@@ -130,7 +145,7 @@ def check_rank_names(entries: Collection[TensorEntry], part: Part, *, tp: int | 
     check = part.check("no `.rank<n>.` name a reader would drop")
     for entry in entries:
         m = RANK_SUFFIX.search(entry.name)
-        routed = ".mlp.experts." in entry.name and parse_name(entry.name) is not None
+        routed = is_expert_name(entry.name) and parse_name(entry.name) is not None
         good = m is None or (routed and tp is not None and int(m[1]) < tp)
         expected = f"ranks 0..{tp - 1} of routed experts" if tp else "no ranks"
         check.expect(good, f"{entry.file}: {entry.name}", "rank in a name", expected=expected, found=m and m[0])

@@ -15,6 +15,7 @@ from r7convert.format import MCG_MARKER, MUL1_MARKER, PROJECTIONS, TensorEntry
 Json = Any
 Marks = Mapping[str, Json]
 
+MARKERS = {"mcg": MCG_MARKER, "mul1": MUL1_MARKER}
 VECTOR_FIELDS = ("suh", "svh", "gate_up_suh", "down_svh")
 
 
@@ -70,15 +71,15 @@ def check_shared_experts(evidence: Evidence, encoded: Collection[str]) -> Part:
 
 
 def _check_entries(payloads: Payloads, entries: Iterable[TensorEntry], part: Part, marks: Marks) -> None:
-    markers = part.check("every marker holds mcg's value", "markers")
+    markers = part.check("every marker holds its codebook's value", "markers")
     finite = part.check("every scale vector is finite", "vectors")
     for entry in entries:
         field = entry.name.rpartition(".")[2]
         where = f"{entry.file}: {entry.name}"
-        if field == "mcg" and entry.dtype == "I32" and entry.nbytes == 4:
+        if field in MARKERS and entry.dtype == "I32" and entry.nbytes == 4:
             value = int(payloads.array(entry).reshape(-1)[0])
-            found = "mul1, another codebook" if value == MUL1_MARKER else value
-            markers.expect(value == MCG_MARKER, where, "marker", expected=MCG_MARKER, found=found)
+            found = next((f"{name}, another codebook" for name, other in MARKERS.items() if value == other), value)
+            markers.expect(value == MARKERS[field], where, "marker", expected=MARKERS[field], found=found)
         elif field in VECTOR_FIELDS and entry.dtype == "F16":
             values = payloads.array(entry)
             bad = np.flatnonzero(~np.isfinite(values))

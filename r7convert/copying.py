@@ -20,7 +20,7 @@ import numpy as np
 
 from r7convert.carry import CarriedShard
 from r7convert.errors import FormatError, ResourceError, complain
-from r7convert.format import MCG_MARKER, TensorEntry
+from r7convert.format import MCG_MARKER, MUL1_MARKER, TensorEntry
 from r7convert.moves import LayerPlan, Move
 from r7convert.progress import Progress
 from r7convert.source import Payload
@@ -29,6 +29,7 @@ from r7convert.store import PARTIAL, FileRecord, WholeFile, encode_header
 
 Json = Any
 
+MARKERS = {"mcg": MCG_MARKER, "mul1": MUL1_MARKER}
 _FICLONE = 0x40049409
 _AHEAD = 3
 """Moves that the kernel is told of in advance: a matrix is a few MB, and files are not read in the order they are in."""
@@ -177,10 +178,11 @@ def check_values(entry: TensorEntry, data: Bytes, work: Work) -> None:
     """
     field_name = entry.name.rpartition(".")[2]
     where = f"{entry.file}: {entry.name}"
-    if field_name == "mcg":
+    if field_name in MARKERS:
         marker = int(data.view("<i4")[0]) if data.nbytes == 4 else None
-        if marker != MCG_MARKER:
-            raise FormatError(complain(where, "codebook marker", expected=f"mcg, {MCG_MARKER}", found=marker, do="Another codebook?"))
+        if marker != MARKERS[field_name]:
+            expected = f"{field_name}, {MARKERS[field_name]}"
+            raise FormatError(complain(where, "codebook marker", expected=expected, found=marker, do="Another codebook?"))
     elif field_name.endswith(("suh", "svh")) and entry.dtype == "F16":
         values = data.view("<f2")
         if not (bad := ~np.isfinite(values)).any():

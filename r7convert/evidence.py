@@ -17,16 +17,17 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 
-from r7convert.errors import FormatError, complain
+from r7convert.errors import FormatError, InputError, complain
 from r7convert.findings import Check
-from r7convert.format import PROJECTIONS, ExpertName, SharedVectorName, TensorEntry, layer_of, parse_name
-from r7convert.store import Header, read_header
+from r7convert.format import PROJECTIONS, ExpertName, SharedVectorName, TensorEntry, is_expert_name, is_int, layer_of, mtp_layer, parse_name
+from r7convert.store import Header, read_header, read_json
 
 Json = Any
 Array = npt.NDArray[Any]
 Key = tuple[int, str, int | None, str]
 """(expert, projection, rank or None for a whole matrix, field)."""
 
+NO_MTP = 1 << 30
 CHUNK_BYTES = 1 << 23
 HIDDEN_FIELD = {"gate_proj": "suh", "up_proj": "suh", "down_proj": "svh"}
 """The vector of a projection that lies along H: no rank cuts it, a layer may share it."""
@@ -36,12 +37,14 @@ NUMPY = {"I16": "<i2", "F16": "<f2", "I32": "<i4", "F32": "<f4"}
 
 @dataclass(slots=True)
 class LayerExperts:
-    """The routed experts of one layer as the files have them. `unknown` are names under `.experts.` that say nothing; `ranks` and
-    `experts` are the numbers that names of experts have, ascending, `ranks` [] for whole matrices.
+    """The routed experts of one layer as the files have them. `bases` are what names of experts begin with; `unknown` are names under
+    `.experts.` that say nothing; `ranks` and `experts` are the numbers that names of experts have, ascending, `ranks` [] for whole
+    matrices.
     """
 
     layer: int
     roots: set[str] = field(default_factory=set)
+    bases: set[str] = field(default_factory=set)
     own: dict[Key, TensorEntry] = field(default_factory=dict)
     shared_h: dict[tuple[str, int, str], TensorEntry] = field(default_factory=dict)
     r7_shared: dict[str, TensorEntry] = field(default_factory=dict)
@@ -69,25 +72,31 @@ class LayerExperts:
             found = [self.bits(expert, proj) for proj in PROJECTIONS]
             yield expert, tuple(next(iter(ks)) if len(ks) == 1 else 0 for ks in found)
 
+    @property
+    def codebook(self) -> str:
+        """What its markers say: mul1 as soon as one does, for then every other must."""
+        return "mul1" if any(field == "mul1" for *_, field in self.own) else "mcg"
+
     def where(self, expert: int, proj: str) -> str:
         return f"layer {self.layer}: expert {expert}: {proj}"
 
 
 class Evidence:
-    """A folder's headers. `tensors` has the last of each name; `expert_tensors` the names under `.mlp.experts.` of each layer that
-    has trellis experts; `carried` all others (experts in BF16 among them).
+    """A folder's headers. `tensors` has the last of each name; `expert_tensors` the names among routed experts of each layer that has
+    trellis experts, MTP layers counted from `layers` on; `carried` all others (experts in BF16 among them).
     """
 
-    def __init__(self, folder: Path, headers: dict[str, Header]) -> None:
+    def __init__(self, folder: Path, headers: dict[str, Header], layers: int) -> None:
         self.folder = folder
         self.headers = headers
+        self.layers = layers
         self.tensors: dict[str, TensorEntry] = {}
         self.expert_tensors: dict[int, list[TensorEntry]] = {}
         self.carried: list[TensorEntry] = []
         for header in headers.values():
             self.tensors.update(header.tensors)
         for entry in self.tensors.values():
-            layer = layer_of(entry.name) if ".mlp.experts." in entry.name else None
+            layer = layer_number(entry.name, layers) if is_expert_name(entry.name) else None
             if layer is None:
                 self.carried.append(entry)
             else:
@@ -111,6 +120,7 @@ class Evidence:
                 made.unknown.append(entry)
                 continue
             made.roots.add(name.root)
+            made.bases.add(name.base)
         made.ranks = sorted({rank for _, _, rank, _ in made.own if rank is not None})
         made.experts = sorted({expert for expert, _, _, _ in made.own})
         return made
@@ -123,8 +133,13 @@ def is_ours(producer: str) -> bool:
 
 def is_mtp(name: str, layers: int) -> bool:
     """Whether a tensor belongs to multi-token prediction: layers from `layers` on, or everything under `mtp.`."""
-    layer = layer_of(name)
-    return name.startswith(("mtp.", "model.mtp.")) or (layer is not None and layer >= layers)
+    return mtp_layer(name, layers) is not None
+
+
+def layer_number(name: str, layers: int) -> int | None:
+    """The layer a tensor belongs to; MTP layers count from `layers` on, whatever their names do."""
+    mtp = mtp_layer(name, layers)
+    return layer_of(name) if mtp is None else mtp
 
 
 def gather(folder: Path, files: Iterable[str], check: Check) -> Evidence:
@@ -133,7 +148,19 @@ def gather(folder: Path, files: Iterable[str], check: Check) -> Evidence:
     for name in sorted(files):
         with check.collecting():
             headers[name] = read_header(folder / name)
-    return Evidence(folder, headers)
+    return Evidence(folder, headers, _count_layers(folder / "config.json"))
+
+
+def _count_layers(path: Path) -> int:
+    """num_hidden_layers; whatever is wrong with config.json is for the contract to say."""
+    try:
+        config = read_json(path)
+    except InputError:
+        return NO_MTP
+    for place in (config.get("text_config"), config) if isinstance(config, dict) else ():
+        if isinstance(place, dict) and is_int(place.get("num_hidden_layers")):
+            return int(place["num_hidden_layers"])
+    return NO_MTP
 
 
 class Payloads:

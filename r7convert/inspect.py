@@ -17,6 +17,7 @@ from r7convert.journal import MANIFEST
 from r7convert.ktable import Problem
 from r7convert.plan import plan_repack
 from r7convert.stamp import TARGETS, Place, StampFiles, diagnose, repair
+from r7convert.targets import codebook_of
 from r7convert.units import ranges
 from r7convert.vectors import Unread
 
@@ -154,7 +155,7 @@ def inspect(checkpoint: Checkpoint) -> Inspection:
         shared.setdefault(state if expert.form != "mixed" else f"{expert.dtype} and {state}", []).append(layer)
     return Inspection(
         checkpoint=checkpoint,
-        places=diagnose(files),
+        places=diagnose(files, codebook_of(checkpoint)),
         stamp_due=_stamp_due(files, checkpoint),
         census=tuple(census_of(layer) for layer in checkpoint.experts.values()),
         bytes_by_class=count_bytes_by_class(checkpoint),
@@ -203,7 +204,7 @@ def census_of(layer: ExpertLayer) -> LayerCensus:
 def _stamp_due(files: StampFiles, checkpoint: Checkpoint) -> bool | None:
     target = "exl3" if checkpoint.kind == "other" else checkpoint.kind
     try:
-        return bool(repair(files, target).changes)
+        return bool(repair(files, target, codebook=codebook_of(checkpoint)).changes)
     except R7Error:
         return None
 

@@ -19,7 +19,7 @@ from r7convert.checkpoint import Checkpoint
 from r7convert.errors import FormatError, UnsupportedError, UsageError, complain
 from r7convert.format import PROJECTIONS, SLICED
 from r7convert.moves import LayerPlan
-from r7convert.rules import Choose, check_choices, check_reader, choose_forms, slab_notes, target_bits
+from r7convert.rules import Choose, check_choices, check_reader, check_words, choose_forms, slab_notes, target_bits
 from r7convert.slab_layout import place_slabs, sidecar_header, sidecar_layer
 from r7convert.stamp import Change
 from r7convert.store import find_twins
@@ -133,6 +133,7 @@ def plan_repack(
     elif not experts:
         raise UnsupportedError(complain(checkpoint.where, "routed experts in EXL3", expected="some", found="none but MTP layers"))
 
+    check_words(experts, target)
     if vectors is not None:
         vectors.check_ranks(experts)
     forms, notes = choose_forms(

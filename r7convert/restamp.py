@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -87,7 +87,8 @@ def restamp(
     files = _read_stamp_files(folder)
     names = _tensor_names(folder)
     chosen = _check_target(target, natural_target(files, names))
-    report = Restamped(chosen, diagnose(files), repair(files, chosen))
+    codebook = _codebook(files, names or ())
+    report = Restamped(chosen, diagnose(files, codebook), repair(files, chosen, codebook=codebook))
     for note in report.repaired.notes:
         progress.say(f"note: {note}")
     if output is not None:
@@ -97,7 +98,7 @@ def restamp(
     return _write_in_place(folder, report) if in_place else report
 
 
-def natural_target(files: StampFiles, names: Iterator[str] | None) -> str:
+def natural_target(files: StampFiles, names: Iterable[str] | None) -> str:
     """The target that the tensors are laid out for, from their names, or from the blocks alone where no names are at hand.
 
     Raises:  UnsupportedError where neither says EXL3.
@@ -146,14 +147,21 @@ def _read_stamp_files(folder: Folder) -> StampFiles:
     return StampFiles(found[CONFIG], found.get(FILE), found.get(HF_FILE))
 
 
-def _tensor_names(folder: Folder) -> Iterator[str] | None:
+def _codebook(files: StampFiles, names: Iterable[str]) -> str:
+    """What a block says, where markers of that name are there; else the one that markers name, mcg where there are none."""
+    markers = {name.rpartition(".")[2] for name in names} & {"mcg", "mul1"}
+    stated = next((block["codebook"] for block in files.places().values() if block is not None and "codebook" in block), None)
+    return stated if isinstance(stated, str) and stated in markers else min(markers or {"mcg"})
+
+
+def _tensor_names(folder: Folder) -> list[str] | None:
     """Names from the index, or from the one shard that needs none; None where only JSON was downloaded."""
     if (folder.path / INDEX).exists():
         index = folder.json(INDEX)
         weight_map = index.get("weight_map") if isinstance(index, dict) else None
-        return iter(weight_map) if isinstance(weight_map, dict) else None
+        return list(weight_map) if isinstance(weight_map, dict) else None
     shards = sorted(folder.path.glob("*.safetensors"))
-    return iter(read_header(shards[0]).tensors) if len(shards) == 1 else None
+    return list(read_header(shards[0]).tensors) if len(shards) == 1 else None
 
 
 def _new_bytes(report: Restamped) -> dict[str, bytes | None]:

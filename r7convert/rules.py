@@ -12,7 +12,18 @@ from r7convert import policy
 from r7convert.checkpoint import Checkpoint
 from r7convert.errors import Offences, UnsupportedError, UsageError, complain
 from r7convert.experts import MAX_K, ExpertLayer, Hidden
-from r7convert.format import PER_EXPERT_V1, R7_K_VALUES, SHARED_H_V1, SLICED, STOCK_READERS, TAIL_K_VALUES, check_tp, layer_of, legal_tps
+from r7convert.format import (
+    PER_EXPERT_V1,
+    R7_K_VALUES,
+    SHARED_H_V1,
+    SLICED,
+    STOCK_READERS,
+    TAIL_K_VALUES,
+    check_tp,
+    layer_of,
+    legal_tps,
+    mtp_layer,
+)
 from r7convert.ktable import MAX_TIERS, KTable, Problem
 from r7convert.moves import LAYOUTS, LayerPlan
 from r7convert.stamp import TARGETS
@@ -184,7 +195,7 @@ def check_reader(checkpoint: Checkpoint, target: str, layers: Sequence[LayerPlan
     carried = set(kept)
     takes = TAKES[target]
     for layer in layers:
-        _check_layer(layer, TAIL if target == "r7" and layer.tp is not None else takes, bad)
+        _check_k(layer, TAIL if target == "r7" and layer.tp is not None else takes, bad)
     for module in checkpoint.dense_exl3:
         if f"{module}.trellis" in carried:
             _check_module(checkpoint, module, takes, bad)
@@ -193,7 +204,8 @@ def check_reader(checkpoint: Checkpoint, target: str, layers: Sequence[LayerPlan
         if numbers and numbers != list(range(numbers[0], numbers[-1] + 1)):
             bad.add("layers with routed experts", f"moe_layers of {block}", expected="one contiguous range", found=ranges(numbers))
     for module in checkpoint.dense_exl3 if takes.dense_in_range and not partial else ():
-        at = layer_of(module)
+        mtp = mtp_layer(f"{module}.", checkpoint.geometry.layers)
+        at = layer_of(module) if mtp is None else mtp
         if f"{module}.mcg" in checkpoint.tensors and f"{module}.trellis" in carried and at not in ranked:
             found = "no layer" if at is None else f"layer {at}"
             bad.add(module, "dense EXL3 with an mcg marker", expected=f"a layer of {ranges(ranked)}", found=found)
@@ -211,15 +223,24 @@ def _check_module(checkpoint: Checkpoint, module: str, takes: Takes, bad: Offenc
         bad.add(module, "codebook of a dense EXL3 module", expected=" or ".join(takes.codebooks), found=markers[0])
 
 
-def _check_layer(layer: LayerPlan, takes: Takes, bad: Offences) -> None:
-    """The K a layer will have, its codebook, its names."""
+def check_words(layers: Sequence[ExpertLayer], target: str) -> None:
+    """Names and codebook, which no choice and no policy mends: asked before anything else.
+
+    Raises:  UnsupportedError, every layer that the target's readers do not know.
+    """
+    bad, takes = Offences(), TAKES[target]
+    for layer in layers:
+        where, gate = f"layer {layer.layer}", layer.module(0, "gate_proj")
+        if not takes.any_names and not layer.is_canonical:
+            bad.add(where, "names of routed experts", expected="{root}.{L}.mlp.experts.{E}.gate_proj", found=gate)
+        if layer.codebook not in takes.codebooks:
+            bad.add(where, "codebook", expected=" or ".join(takes.codebooks), found=layer.codebook)
+    bad.check(UnsupportedError)
+
+
+def _check_k(layer: LayerPlan, takes: Takes, bad: Offences) -> None:
+    """The K a layer will have."""
     where, ks = f"layer {layer.layer}", sorted({k for row in layer.bits for k in row})
-    if not takes.any_names and not layer.source.is_canonical:
-        bad.add(
-            where, "names of routed experts", expected="{root}.{L}.mlp.experts.{E}.gate_proj", found=layer.source.module(0, "gate_proj")
-        )
-    if layer.source.codebook not in takes.codebooks:
-        bad.add(where, "codebook", expected=" or ".join(takes.codebooks), found=layer.source.codebook)
     if outside := sorted(set(ks) - takes.ks):
         bad.add(where, "K", expected=f"each of {sorted(takes.ks)}", found=outside)
     if takes.tiers and (len(ks) > KERNEL_TIERS or (len(ks) == KERNEL_TIERS and ks != [3, 4, 5])):

@@ -25,7 +25,7 @@ from r7convert.shared_plan import Outcome, SharedPlan
 from r7convert.source import Folder
 from r7convert.stamp import StampFiles, repair
 from r7convert.store import Header, read_header, write_json
-from r7convert.targets import storage_record
+from r7convert.targets import codebook_of, storage_record
 
 Json = Any
 
@@ -116,9 +116,9 @@ def _documents(work: Work, gone: set[str], new: Mapping[str, Header], tensors: M
     files = StampFiles(checkpoint.config, checkpoint.quantization_file, checkpoint.hf_quant_config)
     plain = target == "exl3" and not checkpoint.dense_exl3 and not checkpoint.experts
     if not plain:
-        files = repair(files, target).files
+        files = repair(files, target, codebook=codebook_of(checkpoint)).files
     storage = _storage((files.embedded or {}).get("tensor_storage") or {}, gone, new)
-    stamped = repair(files, target, tensor_storage=storage, bits=work.plan.bits if plain else None).files
+    stamped = repair(files, target, tensor_storage=storage, bits=work.plan.bits if plain else None, codebook=codebook_of(checkpoint)).files
     return {INDEX: index, QUANT_CONFIG: stamped.quantization_file, CONFIG: stamped.config}
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from r7convert.errors import FormatError, UnsupportedError, complain
-from r7convert.format import parse_r7_block, parse_tail
+from r7convert.format import is_expert_name, parse_r7_block, parse_tail
 
 Json = Any
 
@@ -110,8 +110,8 @@ def _mapping(value: Json, where: str) -> Mapping[str, Json] | None:
 # ---- diagnosis --------------------------------------------------------------------------------------------------------
 
 
-def diagnose(files: StampFiles) -> tuple[Place, ...]:
-    """What each of the four places claims, absent ones included.
+def diagnose(files: StampFiles, codebook: str = "mcg") -> tuple[Place, ...]:
+    """What each of the four places claims, absent ones included; `codebook` is the payload's.
 
     Source:  FORMAT.md section 3.
     """
@@ -128,7 +128,7 @@ def diagnose(files: StampFiles) -> tuple[Place, ...]:
             elif name == FILE:
                 problems.append("absent: it must repeat the embedded block")
         else:
-            problems += _block_problems(block)
+            problems += _block_problems(block, codebook)
             if name != EMBEDDED and embedded is not None and block != embedded:
                 problems.append("differs from the embedded block of config.json")
         method = (block or {}).get("quant_method")
@@ -136,13 +136,13 @@ def diagnose(files: StampFiles) -> tuple[Place, ...]:
     return tuple(found)
 
 
-def _block_problems(block: Mapping[str, Json]) -> Iterator[str]:
+def _block_problems(block: Mapping[str, Json], codebook: str) -> Iterator[str]:
     if block.get("quant_method") != "exl3":
         yield f"quant_method is {block.get('quant_method')!r}, the payload is exl3"
     if foreign := [key for key in block if key in _PRODUCER_KEYS]:
         yield f"holds {', '.join(foreign)} of another producer"
-    if block.get("codebook") != "mcg":
-        yield f"codebook is {block.get('codebook')!r}, the payload is mcg"
+    if block.get("codebook") != codebook:
+        yield f"codebook is {block.get('codebook')!r}, the payload is {codebook}"
     if not _is_number(block.get("bits")):
         yield f"bits is {block.get('bits')!r}, readers want a number"
 
@@ -161,16 +161,17 @@ def repair(
     tail: Json = KEEP,
     tensor_storage: Mapping[str, Json] | None = None,
     bits: float | None = None,
+    codebook: str = "mcg",
     extra: Mapping[str, Json] | None = None,
 ) -> Repaired:
     """The corrected objects for a target. Repairing them again changes nothing.
 
     `tail` replaces hybrid_tr3_tail (None removes it), `tensor_storage` and `bits` replace those of the block, `extra` adds keys
-    to it. Without them what is there stays, as far as the target lets it: `r7` keeps the R7 block and the tail; the other
-    targets keep the R7 block as provenance only, and the sliced ones no storage records of routed experts.
+    to it. Without them what is there stays, as far as the target lets it: `r7` keeps the R7 block and the tail; the other targets
+    keep the R7 block as provenance only, and the sliced ones no storage records of routed experts. `codebook` is the payload's.
 
     Raises:  FormatError for blocks that contradict each other or break the format; UnsupportedError where nothing says that
-             the payload is EXL3 with the mcg codebook.
+             the payload is EXL3 with that codebook.
     Source:  FORMAT.md sections 3, 4 and 8.
     """
     assert target in TARGETS, target
@@ -183,7 +184,7 @@ def repair(
             config["hybrid_tr3_tail"] = tail
     elif config.get("hybrid_tr3_tail") is not None:
         config["hybrid_tr3_tail"] = _whole_bits(config["hybrid_tr3_tail"])
-    _check_evidence(target, block, config.get("hybrid_tr3_tail"), tensor_storage)
+    _check_evidence(target, block, config.get("hybrid_tr3_tail"), tensor_storage, codebook)
 
     r7 = block.get("r7_routed_experts")
     if target != "r7" and r7 is not None:
@@ -193,11 +194,11 @@ def repair(
     if target != "slabs":
         block.pop("r7convert_slabs", None)
     block["bits"] = _nominal_bits(bits, block, r7, config.get("hybrid_tr3_tail"))
-    block |= {"quant_method": "exl3", "codebook": "mcg"}
+    block |= {"quant_method": "exl3", "codebook": codebook}
     storage = tensor_storage if tensor_storage is not None else _mapping(block.get("tensor_storage"), f"{EMBEDDED}.tensor_storage")
     if storage is not None:
         sliced = target in ("rank-sliced", "slabs") and tensor_storage is None
-        block["tensor_storage"] = {m: r for m, r in storage.items() if not (sliced and ".mlp.experts." in m)}
+        block["tensor_storage"] = {m: r for m, r in storage.items() if not (sliced and is_expert_name(f"{m}."))}
     block = {key: block[key] for key in _LEADING_KEYS if key in block} | {k: v for k, v in block.items() if k not in _LEADING_KEYS}
 
     config["quantization_config"] = block
@@ -234,10 +235,10 @@ def _merge(files: StampFiles) -> tuple[dict[str, Json], list[Json]]:
     return block, taken
 
 
-def _check_evidence(target: str, block: Mapping[str, Json], tail: Json, tensor_storage: Mapping[str, Json] | None) -> None:
+def _check_evidence(target: str, block: Mapping[str, Json], tail: Json, tensor_storage: Mapping[str, Json] | None, codebook: str) -> None:
     """Never stamp exl3 on what nothing says is EXL3."""
-    if block.get("codebook", "mcg") != "mcg":
-        raise UnsupportedError(complain(EMBEDDED, "codebook", expected="mcg", found=repr(block["codebook"])))
+    if block.get("codebook", codebook) != codebook:
+        raise UnsupportedError(complain(EMBEDDED, "codebook", expected=codebook, found=repr(block["codebook"])))
     if block.get("r7_routed_experts") is not None:
         parse_r7_block(block["r7_routed_experts"])
     if tail is not None:

@@ -13,9 +13,9 @@ from typing import Any
 
 from r7convert.checkpoint import Checkpoint
 from r7convert.format import (
-    FIELDS,
     HADAMARD,
     MCG_MULTIPLIER,
+    MUL1_MULTIPLIER,
     PROJECTIONS,
     R7_SCHEMA,
     RANK_SUFFIX,
@@ -23,7 +23,7 @@ from r7convert.format import (
     SHARED_H_V1,
     TAIL_FORMAT,
     TENSOR_SCHEMA,
-    expert_module,
+    is_expert_name,
     tensor_nbytes,
 )
 from r7convert.moves import LayerPlan
@@ -35,7 +35,9 @@ Json = Any
 TIER_MAP = "tier_map.json"
 TIER_FIELD = "bits"
 MTP_FIELDS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
-_TORCH_NAMES = {"I16": "torch.int16", "F16": "torch.float16", "I32": "torch.int32"}
+MULTIPLIERS = {"mcg": MCG_MULTIPLIER, "mul1": MUL1_MULTIPLIER}
+_STORED = {"trellis", "suh", "svh", *MULTIPLIERS}
+_TORCH_NAMES = {"I16": "torch.int16", "F16": "torch.float16", "I32": "torch.int32", "BF16": "torch.bfloat16", "F32": "torch.float32"}
 
 
 def tail_layers(checkpoint: Checkpoint, target: str, layers: Sequence[LayerPlan]) -> list[LayerPlan]:
@@ -98,12 +100,7 @@ def bit_map_file(layer: LayerPlan) -> str:
 
 def bit_map_of(layer: LayerPlan) -> Json:
     """K of every matrix, as R7's sidecar has it."""
-    root = layer.source.root
-    return {
-        expert_module(root, layer.layer, expert, proj): k
-        for expert, row in enumerate(layer.bits)
-        for proj, k in zip(PROJECTIONS, row, strict=True)
-    }
+    return {layer.source.module(expert, proj): k for expert, row in enumerate(layer.bits) for proj, k in zip(PROJECTIONS, row, strict=True)}
 
 
 def tier_map_of(layers: Sequence[LayerPlan]) -> Json:
@@ -113,40 +110,47 @@ def tier_map_of(layers: Sequence[LayerPlan]) -> Json:
 
 def storage_record(module: str, tensors: Iterable[tuple[str, str, Sequence[int]]]) -> Json:
     """A tensor_storage record from (name, dtype, shape) of a module's tensors."""
-    stored: dict[str, Json] = {
-        name: {"shape": list(shape), "n_bytes": tensor_nbytes(dtype, shape), "dtype": _TORCH_NAMES.get(dtype, dtype)}
-        for name, dtype, shape in tensors
-    }
+    stored = stored_forms(tensors)
     record: dict[str, Json] = {
         "quant_format": "exl3",
         "stored_tensors": stored,
         "bits_per_weight": stored[f"{module}.trellis"]["shape"][2] // 16,
     }
-    return record | ({"mcg_multiplier": MCG_MULTIPLIER} if f"{module}.mcg" in stored else {})
+    return record | {f"{field}_multiplier": value for field, value in MULTIPLIERS.items() if f"{module}.{field}" in stored}
+
+
+def stored_forms(tensors: Iterable[tuple[str, str, Sequence[int]]]) -> dict[str, Json]:
+    """`stored_tensors` of a record."""
+    return {
+        name: {"shape": list(shape), "n_bytes": tensor_nbytes(dtype, shape), "dtype": _TORCH_NAMES.get(dtype, dtype)}
+        for name, dtype, shape in tensors
+    }
 
 
 def tensor_storage(checkpoint: Checkpoint, kept: Iterable[str], layers: Sequence[LayerPlan], *, experts_too: bool) -> dict[str, Json]:
-    """Records for every EXL3 module of the output: the source's own for carried modules, made where it has none.
+    """Records for every EXL3 module of the output: the source's own where it names exactly what the module has, else made.
 
-    `kept` are the names of carried tensors; `experts_too` adds the routed experts (target exl3).
+    `kept` are the names of carried tensors; `experts_too` adds the routed experts and, as exllamav3 has them, the source's records of
+    modules that are not quantized (target exl3).
     """
     said = dict((checkpoint.quantization_file or {}).get("tensor_storage") or {})
     said |= (checkpoint.quantization or {}).get("tensor_storage") or {}
-    carried = set(kept)  # the source's record of an expert that gets shared vectors of its own is no longer true
-    known = {module: record for module, record in said.items() if f"{module}.trellis" in carried}
-    tensors = [(name, checkpoint.tensors[name].dtype, checkpoint.tensors[name].shape) for name in kept]
-    if experts_too:
-        tensors += [tensor for layer in layers for tensor in layer.tensors(0)]
+    names = {module: set(record.get("stored_tensors") or ()) for module, record in said.items() if isinstance(record, Mapping)}
+    carried = {name: (name, checkpoint.tensors[name].dtype, checkpoint.tensors[name].shape) for name in kept}
     modules: dict[str, list[tuple[str, str, tuple[int, ...]]]] = {}
-    for name, dtype, shape in tensors:
-        module, _, field = name.rpartition(".")
-        if field in FIELDS and not RANK_SUFFIX.search(name) and (experts_too or ".mlp.experts." not in name or module in known):
-            modules.setdefault(module, []).append((name, dtype, shape))
-    return {
-        module: known.get(module) or storage_record(module, modules[module])
-        for module in sorted(modules)
-        if any(name == f"{module}.trellis" for name, _, _ in modules[module])
-    }
+    for tensor in [*carried.values(), *(tensor for layer in layers if experts_too for tensor in layer.tensors(0))]:
+        module, _, field = tensor[0].rpartition(".")
+        if field in _STORED and not RANK_SUFFIX.search(tensor[0]) and (experts_too or not is_expert_name(tensor[0]) or module in said):
+            modules.setdefault(module, []).append(tensor)
+    made = {}
+    for module, tensors in modules.items():
+        has = {name for name, _, _ in tensors}
+        if f"{module}.trellis" in has:
+            made[module] = said[module] if names.get(module) == has else storage_record(module, tensors)
+    for module in said.keys() - made.keys() if experts_too else ():
+        if names.get(module) and names[module] <= carried.keys() and f"{module}.trellis" not in names[module]:
+            made[module] = {"stored_tensors": stored_forms(carried[name] for name in sorted(names[module]))}
+    return dict(sorted(made.items()))
 
 
 def repaired_stamp(
@@ -182,7 +186,15 @@ def repaired_stamp(
     elif target == "slabs":
         numbers = [layer.layer for layer in layers]
         extra["r7convert_slabs"] = {"schema": SIDECAR_FORMAT, "file": SIDECAR, "moe_layers": numbers, "tp": tp}
-    return repair(files, target, tail=tail, tensor_storage=storage, bits=nominal, extra=extra)
+    return repair(files, target, tail=tail, tensor_storage=storage, bits=nominal, codebook=codebook_of(checkpoint), extra=extra)
+
+
+def codebook_of(checkpoint: Checkpoint) -> str:
+    """The one word that a block has for the codebook: what it says, where some module is of it; else the routed experts'."""
+    stated = (checkpoint.quantization or {}).get("codebook")
+    dense = {field for module in checkpoint.dense_exl3 for field in MULTIPLIERS if f"{module}.{field}" in checkpoint.tensors}
+    experts = {layer.codebook for layer in checkpoint.experts.values()}
+    return stated if isinstance(stated, str) and stated in experts | dense else min(experts or dense or {"mcg"})
 
 
 def _without_mtp(files: StampFiles, layers: int) -> StampFiles:

@@ -18,7 +18,8 @@ from r7convert.format import FIELDS, PROJECTIONS, TensorEntry
 REENCODED = ("lifted", "lowered", "encoded")
 """Classes whose payload is new: every one of them must be accounted for in the manifest."""
 UNREAD = "left unread by quick"
-CLASSES = {"trellis": "trellis", "suh": "vectors", "svh": "vectors", "mcg": "markers"}
+CLASSES = {"trellis": "trellis", "suh": "vectors", "svh": "vectors", "mcg": "markers", "mul1": "markers"}
+MARKERS = ("mcg", "mul1")
 
 
 @dataclass(slots=True)
@@ -60,13 +61,15 @@ def compare_layer(source: Evidence, output: Evidence, layer: int, *, bits: bool 
     with check.collecting(0), Payloads(source.folder) as old, Payloads(output.folder) as new:
         for expert in sorted({*theirs.experts, *ours.experts}):
             for proj in PROJECTIONS:
-                for name in FIELDS:
+                for name in CLASSES:
                     before, after = theirs.pieces(expert, proj, name), ours.pieces(expert, proj, name)
                     pair = tuple(entry.name for entry in (*before, *after))
                     if pair in seen:
                         continue
                     seen.add(pair)
                     where = f"{ours.where(expert, proj)}.{name}"
+                    if name in MARKERS and not before and not after:
+                        continue  # the other codebook's
                     if not before or not after:
                         missing = "the output" if before else "the source"
                         check.expect(False, where, "tensor", expected="in source and output", found=f"none in {missing}")
@@ -80,7 +83,7 @@ def compare_layer(source: Evidence, output: Evidence, layer: int, *, bits: bool 
                     done.tally(CLASSES[name] if bits else UNREAD, new_source)
                     if not bits:
                         continue
-                    whole = name == "mcg" or name == HIDDEN_FIELD[proj]
+                    whole = name in MARKERS or name == HIDDEN_FIELD[proj]
                     axis = 1 if name == "trellis" and proj != "down_proj" else 0
                     _compare(check, where, _joined(old, before, axis, whole), _joined(new, after, axis, whole))
     return done

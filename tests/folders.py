@@ -86,7 +86,7 @@ def read_raw(path: Path) -> tuple[dict[str, Any], bytes]:
 
 # ---- the oracle -----------------------------------------------------------------------------------------------------
 
-_EXPERT = re.compile(r"(.+\.layers\.\d+\.mlp\.experts\.)(\d+)\.(\w+_proj)\.(?:rank(\d+)\.)?(trellis|suh|svh|mcg)")
+_EXPERT = re.compile(r"(.+\.experts\.)(\d+)\.(\w+_proj|w[123])\.(?:rank(\d+)\.)?(trellis|suh|svh|mcg|mul1)")
 _SHARED = re.compile(r"(.+\.layers\.\d+\.mlp\.experts\.)(?:r7_shared\.(gate_up|down)_|shared_h\.(\w+_proj)\.rank(\d+)\.)(suh|svh)")
 
 
@@ -126,11 +126,12 @@ def contents(folder: Path) -> dict[str, str]:
             parts[base, expert, proj, field] = ranks
     for (base, expert, proj, field), ranks in parts.items():
         pieces = [ranks[rank] for rank in range(len(ranks))]
-        if field == "mcg" or (field == "svh" and proj == "down_proj") or (field == "suh" and proj != "down_proj"):
+        is_down = proj in ("down_proj", "w2")
+        if field in ("mcg", "mul1") or field == ("svh" if is_down else "suh"):
             assert len({digest(piece) for piece in pieces}) == 1, (base, expert, proj, field)
             whole = pieces[0]
         else:
-            whole = torch.cat(pieces, dim=1 if field == "trellis" and proj != "down_proj" else 0)
+            whole = torch.cat(pieces, dim=1 if field == "trellis" and not is_down else 0)
         made[f"{base}{expert}.{proj}.{field}"] = digest(whole)
     return made
 

@@ -1,6 +1,6 @@
 """`make docs`: what can rot is generated. docs/cli.md from the live commands, docs/design.md from the modules' own words and the levels
-they keep to, docs/errors.md from every refusal in the code, docs/api.md from docstrings, and every screen in any page from running
-the commands that stand above it; the diagrams from what they explain.
+they keep to, docs/errors.md from every refusal in the code, docs/api.md from docstrings, docs/targets.md from plans of samples, and
+every screen in any page from running the commands that stand above it; the diagrams from what they explain.
 
 tests/test_docs.py fails when one of them is not what this would write. A screen is written in a page as
 
@@ -31,6 +31,7 @@ from r7convert.cli import app
 from tests.make_api import render_api
 from tests.make_diagrams import DIAGRAMS
 from tests.make_errors import render_errors
+from tests.matrix import render as render_targets
 from tests.test_architecture import LEVELS, PACKAGE
 
 ROOT = Path(__file__).parents[1]
@@ -131,7 +132,14 @@ def fixed_width() -> Iterator[None]:
                 os.environ[name] = value
 
 
-GENERATED = {"cli.md": render_cli, "design.md": render_design, "errors.md": render_errors, "api.md": render_api, **DIAGRAMS}
+GENERATED = {
+    "cli.md": render_cli,
+    "design.md": render_design,
+    "errors.md": render_errors,
+    "api.md": render_api,
+    "targets.md": render_targets,
+    **DIAGRAMS,
+}
 
 if __name__ == "__main__":
     for name, render in GENERATED.items():

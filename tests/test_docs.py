@@ -22,6 +22,7 @@ from r7convert.cli import app
 from tests import make_docs
 from tests.make_docs import PAGES, ROOT
 from tests.make_errors import refusals
+from tests.matrix import KINDS
 from tests.release_check import changelog_head
 
 STALE = "is not what `make docs` writes: run it"
@@ -51,6 +52,12 @@ def test_the_map_has_every_module() -> None:
     modules = {path.stem for path in (ROOT / "r7convert").glob("*.py")}
     assert set(re.findall(r"^\| `(\w+)` \|", (ROOT / "docs/design.md").read_text(), re.MULTILINE)) == modules
     assert len(modules) > 50
+
+
+def test_the_table_of_targets_has_every_kind_of_source() -> None:
+    rows = re.findall(r"^\| (\w.*?) \|", (ROOT / "docs/targets.md").read_text(), re.MULTILINE)
+    assert rows == ["from", *(kind.words for kind in KINDS.values())]
+    assert len(rows) >= 19
 
 
 def test_the_error_page_has_every_refusal() -> None:
