@@ -316,7 +316,7 @@ def test_a_run_of_which_only_the_json_is_left_is_finished(
 ) -> None:
     """Cut after its last payload: there is no step left to make room for."""
     with monkeypatch.context() as patch:
-        patch.setattr("r7convert.repack_run.Run.write_json_files", lambda self: 1 / 0)
+        patch.setattr("r7convert.repack_run.Run.write_json_files", lambda self, journal: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             stream(SOURCE, tmp_path / "out", **CHOICES)
     stream(SOURCE, tmp_path / "out", **CHOICES)
