@@ -58,8 +58,9 @@ class SharedExpert:
 
 @dataclass(frozen=True, slots=True)
 class Mtp:
-    """The multi-token-prediction layers: how many config.json declares, and the tensors there are."""
+    """The multi-token-prediction layers: how many config.json declares, from layer `first` on, and the tensors there are."""
 
+    first: int
     declared: int
     layers: tuple[int, ...]
     names: frozenset[str]
@@ -67,11 +68,13 @@ class Mtp:
     @property
     def problem(self) -> str | None:
         """Why declaration and tensors do not agree, or None. A plan refuses it unless it drops the layers."""
-        if self.declared == len(self.layers):
+        if self.layers == tuple(range(self.first, self.first + self.declared)):
             return None
         expected = f"tensors of {self.declared} MTP layers" if self.declared else "no MTP tensors, since num_nextn_predict_layers is 0"
         found = f"{len(self.names)} tensors" + (f" of layers {list(self.layers)}" if self.layers else "") if self.names else "none"
-        return complain(CONFIG, "MTP layers", expected=expected, found=found, do="Use --drop-mtp to leave the MTP layers out.")
+        return complain(
+            CONFIG, "MTP layers", expected=expected, found=found, do="Correct the number, or use --drop-mtp to leave these layers out."
+        )
 
 
 @dataclass(frozen=True)
@@ -177,7 +180,7 @@ def build_checkpoint(source: Source) -> Checkpoint:
     bad.check()
 
     mtp_names = {name: at for name in tensors if (at := mtp_layer(name, geometry.layers)) is not None}
-    mtp = Mtp(geometry.mtp_layers, tuple(sorted(set(mtp_names.values()))), frozenset(mtp_names))
+    mtp = Mtp(geometry.layers, geometry.mtp_layers, tuple(sorted(set(mtp_names.values()))), frozenset(mtp_names))
     return Checkpoint(
         source=source,
         kind=signs.kind if experts else "other",

@@ -471,6 +471,17 @@ def test_mtp_layers_are_counted(tmp_path: Path, declared: int, found: list[int])
     assert "--drop-mtp" in problem
 
 
+def test_an_mtp_layer_beyond_its_place(tmp_path: Path) -> None:
+    folder = sample(tmp_path / "s", kind="exl3", storage=False)
+    with edited_shard(folder / CARRIER) as tensors:
+        for name in [name for name in tensors if ".layers.5." in name]:
+            tensors[name.replace(".layers.5.", ".layers.6.")] = tensors.pop(name)
+    problem = read_checkpoint(folder).mtp.problem
+    assert problem is not None
+    assert "expected tensors of 1 MTP layers, got" in problem
+    assert "of layers [6]" in problem
+
+
 def test_offenders_are_named_together_and_counted(tmp_path: Path) -> None:
     folder = sample(tmp_path / "s")
     with edited_shard(folder / R7) as tensors:
