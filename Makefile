@@ -1,6 +1,6 @@
 # r7convert: every job has a target; plain `make` lists them.
 .DEFAULT_GOAL := help
-.PHONY: help demo test soak fuzz check fmt kernels test-gpu bench bench-codec bench-moe bench-reencode docs site wheel release-check clean
+.PHONY: help demo test soak fuzz check fmt kernels test-gpu bench bench-codec bench-moe bench-reencode scale docs site wheel release-check clean
 
 PYTHON ?= python3
 VENV   ?= .venv
@@ -64,6 +64,9 @@ bench-reencode:  ## one layer of GLM-5.2's size lifted to one K an expert, one s
 
 bench-moe:  ## the fused routed experts on this machine's GPU, each checked before it is timed
 	$(PYTHON) -m tests.gpu.bench_moe
+
+scale: $(VENV)/.ready  ## all of GLM-5.2's headers through the command line: time and memory of every target (minutes)
+	$(PY) -m tests.bench_scale
 
 docs: $(VENV)/.ready  ## write the generated pages, diagrams and screens anew
 	$(PY) -m tests.make_docs

@@ -24,6 +24,7 @@ from r7convert.hub import LIBRARY, HubFile, Snapshot, Stop, patiently, read_snap
 from r7convert.journal import Journal, locked, read_journal
 from r7convert.progress import Progress
 from r7convert.store import (
+    MAX_JSON_BYTES,
     FileRecord,
     check_free_space,
     check_not_pointer,
@@ -36,7 +37,6 @@ from r7convert.store import (
 
 Json = Any
 
-MAX_INDEX_BYTES = 1 << 28
 WORKERS = 4
 GRACE_S = 2.0
 # Other weights and pictures: nothing that a conversion reads or carries.
@@ -142,7 +142,7 @@ def download(
     progress = progress or Progress()
     unfinished, done = (None, {}) if restart else read_journal(folder)
     snapshot = _snapshot_to_finish(repo, unfinished, progress)
-    index = strict_json(read_whole(snapshot, INDEX, MAX_INDEX_BYTES), INDEX) if INDEX in snapshot.files else None
+    index = strict_json(read_whole(snapshot, INDEX, MAX_JSON_BYTES), INDEX) if INDEX in snapshot.files else None
     selection = select_files(snapshot, index, layers=layers, allow=allow, ignore=ignore)
     if not selection.files:
         raise UsageError(complain(repo, "nothing to download", expected="files that the patterns let through", found="none"))
