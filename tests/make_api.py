@@ -31,7 +31,7 @@ print(done.plan.target, slabs.tiers, [tuple(w.shape) for w in slabs.w13])
 ```
 
 A stage is one function in a module of its name: paths and keywords in, a frozen result with `to_json()` out, a class of
-[errors.md](errors.md) raised where it refuses. Stages print nothing; give a `Progress` to hear of them. What is not on this page may
+[Errors](errors.md) raised where it refuses. Stages print nothing; give a `Progress` to hear of them. What is not on this page may
 change between minor versions. All sizes: H hidden, E experts of a layer, I\\_r intermediate channels of a rank, B tokens.
 """
 PAGE = {
@@ -74,9 +74,8 @@ def _entry(module: str, name: str) -> Iterator[str]:
     assert prose.strip(), f"{module}.{name} does not say what it is"
     yield "\n\n".join(escape(" ".join(part.split())) for part in prose.strip().split("\n\n")) + "\n"
     cuts = [*(label.start() for label in labels), len(text)]
-    told = [text[cuts[n] : cuts[n + 1]].rstrip() for n, label in enumerate(labels) if label[1] != "Source"]
-    if told:
-        yield "\n```text\n" + "".join(f"{part}\n" for part in told) + "```\n"
+    told = [(label[1], text[label.end() : cuts[n + 1]]) for n, label in enumerate(labels) if label[1] != "Source"]
+    yield "".join(f"\n- *{name}:* {escape(' '.join(said.split()))}" for name, said in told) + ("\n" if told else "")
 
 
 def _signature(node: ast.FunctionDef) -> list[str]:

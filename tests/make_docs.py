@@ -43,7 +43,7 @@ CLI_INTRO = """# Commands
 Written by `make docs` from `r7convert COMMAND --help`; a test keeps it current.
 
 Results go to stdout, progress, talk and what to do next to stderr. An error is one line, `where: what: expected X, got Y. Do Z.`; exit
-codes and all messages are in [errors.md](errors.md).
+codes and all messages are on the page [Errors](errors.md).
 """
 DESIGN_INTRO = """# The map
 

@@ -64,7 +64,7 @@ stale or a pointer is fetched again: `r7convert download` compares each one with
         "What a target takes",
         ("ktable", "mixed_k", "originals", "plan", "policy", "repack", "rules", "shared_layer", "shared_plan", "vectors"),
         """The checkpoint is sound, and this reader cannot hold it as it is. `r7convert inspect SRC` asks every target;
-`r7convert repack SRC OUT --target rank-sliced --tp N --dry-run` prices the ways out, which [policies.md](policies.md) explains.""",
+`r7convert repack SRC OUT --target rank-sliced --tp N --dry-run` prices the ways out, which [K policies](policies.md) explains.""",
     ),
     Group(
         "A run and its folder",
@@ -257,4 +257,5 @@ def _name(node: ast.expr) -> str:
 def escape(text: str) -> str:
     """Markdown's own characters, but not inside backticks."""
     parts = text.split("`")
-    return "`".join(part if n % 2 else re.sub(r"([_*<>\[\]|])", r"\\\1", part) for n, part in enumerate(parts))
+    special = r"([*<|]|(?<![A-Za-z0-9])_|_(?![A-Za-z0-9])|\](?=[(\[]))"
+    return "`".join(part if n % 2 else re.sub(special, r"\\\1", part) for n, part in enumerate(parts))
