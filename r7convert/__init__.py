@@ -1,4 +1,4 @@
-"""r7convert: an offline converter and repacker for R7 checkpoints (EXL3 experts, own K per expert and projection)."""
+"""r7convert: an offline converter and repacker for mixture-of-experts checkpoints in EXL3: R7, rank-sliced and plain."""
 
 from typing import TYPE_CHECKING, Any
 

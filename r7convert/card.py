@@ -116,7 +116,7 @@ def _front_matter(metadata: Mapping[str, Json], base: str | None, target: str, *
 def _opening(manifest: Manifest, base: str | None) -> str:
     facts = manifest.facts
     commit = facts["source"].get("commit") if base is not None else None
-    origin = f"[{base}](https://huggingface.co/{base})" if base else "an R7 checkpoint"
+    origin = f"[{base}](https://huggingface.co/{base})" if base else "an EXL3 checkpoint"
     at = f" at commit `{commit}`" if commit else ""
     lines = [f"Converted from {origin}{at} by {manifest.tool}, offline and once, for the `{facts.get('target')}` target."]
     lines.append(f"\n```\n{command_line(facts)}\n```")

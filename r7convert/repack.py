@@ -1,4 +1,4 @@
-"""Stage `repack`: an R7 checkpoint in, a folder for another reader out.
+"""Stage `repack`: EXL3 experts in any form in, a folder for one reader out.
 
     fingerprint -> journal -> layer files and shards -> small files -> index, tier map, slabs.json
                 -> quantization_config.json -> config.json -> MANIFEST.json, the seal

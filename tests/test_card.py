@@ -158,7 +158,7 @@ def test_any_readme_will_do(readme: str) -> None:
 def test_without_facts_nothing_is_invented() -> None:
     card = render_card("org/out", Manifest("r7convert 0.1.0", {}, {"target": "r7"}), VERDICT, "", {})
     assert "base_model" not in front(card)
-    assert "an R7 checkpoint" in card
+    assert "an EXL3 checkpoint" in card
     assert "The manifest states no accounting." in card
     assert "None" not in card
 

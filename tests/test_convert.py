@@ -43,6 +43,24 @@ def recipe(commit: str | None, *, push: bool = True, **convert: Any) -> Recipe:
     return parse_recipe(raw)
 
 
+@pytest.mark.parametrize(
+    ("name", "kind", "stages"),
+    [
+        ("rank-sliced-to-tp8", {"kind": "rank-sliced", "tail_tp": 4}, ["repack", "encode-shared", "verify"]),
+        ("exl3-to-rank-sliced-tp4", {"kind": "exl3", "family": "qwen", "mtp": "none"}, ["repack", "verify"]),
+    ],
+)
+def test_recipes_without_a_repository_run_on_their_kind(tmp_path: Path, name: str, kind: dict[str, Any], stages: list[str]) -> None:
+    sizes = {"hidden": 128, "intermediate": 1024, "experts": 2, "layers": 2, "dense": 1}
+    write_sample(tmp_path / "source", **sizes, mode="uniform", **kind)
+    made = convert(read_recipe(find_recipe(name)), tmp_path / "w", source=tmp_path / "source")
+    assert list(made.stages) == stages
+    assert {made.stages["verify"][part] for part in ("seal", "contract", "bytes", "numbers")} == {"passed"}
+    accounting = read_manifest(made.output).facts["accounting"]
+    assert accounting["sliced"]["tensors"] > 0
+    assert accounting.keys() <= {"kept", "sliced", "encoded"}
+
+
 def test_the_samples_recipe_runs_whole(tmp_path: Path) -> None:
     made = convert(read_recipe(find_recipe("sample")), tmp_path / "w")
     assert list(made.stages) == ["sample", "repack", "encode-shared", "verify"]

@@ -321,3 +321,28 @@ def test_a_run_of_which_only_the_json_is_left_is_finished(
             stream(SOURCE, tmp_path / "out", **CHOICES)
     stream(SOURCE, tmp_path / "out", **CHOICES)
     assert bytes_of(tmp_path / "out") == expected(published)
+
+
+@pytest.mark.parametrize(
+    ("kind", "choices"),
+    [
+        ({"kind": "rank-sliced", "tail_tp": 2, "equal_tail_vectors": True}, {"target": "rank-sliced", "tp": 4}),
+        ({"kind": "rank-sliced", "tail_tp": 4}, {"target": "exl3"}),
+        ({"kind": "exl3"}, {"target": "slabs", "tp": 2}),
+        ({"kind": "r7", "per_expert_vectors": True, "mtp": "none"}, {"target": "rank-sliced", "tp": 2}),
+    ],
+    ids=["another tp", "joined", "cut", "own vectors"],
+)
+def test_every_kind_streams_to_what_repack_makes(hub: HubServer, tmp_path: Path, kind: dict[str, Any], choices: dict[str, Any]) -> None:
+    write_sample(tmp_path / "src", mode="uniform", layers=3, dense=1, split=True, hidden=128, intermediate=512, experts=5, **kind)
+    commit = hub.add_repo("org/kind", {path.name: path.read_bytes() for path in (tmp_path / "src").iterdir()})
+    (tmp_path / "src/.cache/r7convert").mkdir(parents=True)
+    (tmp_path / "src/.cache/r7convert/download.json").write_text(f'{{"repo": "org/kind", "commit": "{commit}"}}')
+    repack(tmp_path / "src", tmp_path / "long", **choices)
+    rehearsed = stream(Repo("org/kind"), tmp_path / "x", dry_run=True, **choices)
+    vectors = [request for request in hub.requests if request.status == 206 and request.sent_bytes == 2 * 128]
+    assert len(vectors) <= 3 * 3 * 2, "two experts of each projection and layer: all of them would be thousands of a real checkpoint"
+    streamed = stream(Repo("org/kind"), tmp_path / "out", **choices)
+    assert bytes_of(tmp_path / "out") == bytes_of(tmp_path / "long")
+    assert streamed.repacked.plan.accounting == rehearsed.repacked.plan.accounting
+    assert verify(tmp_path / "out", source=tmp_path / "src", device="cpu").ok
