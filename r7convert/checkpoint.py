@@ -102,6 +102,8 @@ class Checkpoint:
     shared_experts: Mapping[int, SharedExpert]
     dense_exl3: Mapping[str, int]
     """Modules outside the routed experts that hold a trellis, shared experts among them, and their K."""
+    storage: Mapping[str, Mapping[str, Json]]
+    """The records of tensor_storage that hold, of all places."""
     mtp: Mtp
     foreign: tuple[str, ...] = ()
     left_out: tuple[str, ...] = ()
@@ -174,7 +176,8 @@ def build_checkpoint(source: Source) -> Checkpoint:
     if experts and not bad:
         check_layers(signs, experts, elsewhere, geometry, bad)
     warnings = check_bit_map(r7, experts, source, sizes, bad)
-    warnings += check_storage(signs, tensors, [layer.base for layer in experts.values() if layer.tp is not None], bad)
+    storage, told = check_storage(signs, tensors, [layer.base for layer in experts.values() if layer.tp is not None], bad)
+    warnings += told
     if tail is not None:
         check_tail_map(tail, experts, source, sizes, bad)
     bad.check()
@@ -200,6 +203,7 @@ def build_checkpoint(source: Source) -> Checkpoint:
         experts=experts,
         shared_experts=_shared_experts(shared),
         dense_exl3=dense,
+        storage=storage,
         mtp=mtp,
         foreign=tuple(name for name in sizes if name.endswith(SHARD) and name not in headers),
         left_out=tuple(source.left_out),

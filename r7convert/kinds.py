@@ -184,29 +184,43 @@ def check_modules(tensors: Mapping[str, TensorEntry], bad: Offences) -> dict[str
     return found
 
 
-def check_storage(signs: Signs, tensors: Mapping[str, TensorEntry], sliced: Collection[str], bad: Offences) -> list[str]:
-    """Every EXL3 record of tensor_storage against the headers.
+def check_storage(
+    signs: Signs, tensors: Mapping[str, TensorEntry], sliced: Collection[str], bad: Offences
+) -> tuple[dict[str, Mapping[str, Json]], list[str]]:
+    """Every EXL3 record of tensor_storage against the headers: what it says of a trellis must be true, and a module that stands
+    nowhere is missing. Hands back the records that hold, config.json's before the file's, and warnings.
 
-    Records that an earlier form of the checkpoint left behind come back as a warning: the module stands there as a plain weight, or
-    in ranks (`sliced` are the bases of ranked layers), and its own tensors leave nothing to guess. What a record says of a trellis
-    must be true, and a module that stands nowhere is missing.
+    Two things are warnings and left out, for nothing is left to guess. Records that an earlier form of the checkpoint left behind: the
+    module stands there as plain weights, or in ranks (`sliced` are the bases of ranked layers). And, under an R7 block, untrue
+    records of routed experts: their K is the payload's (FORMAT.md section 2), and their records are no reader's.
     """
-    stale: list[str] = []
+    held, stale, untrue = dict[str, Mapping[str, Json]](), set[str](), dict[str, str]()
     for place, records in signs.storage.items():
         for module, record in records.items():
+            where = f"{place}: tensor_storage: {module}"
+            if isinstance(record, Mapping):
+                held.setdefault(module, record)
             if not isinstance(record, Mapping) or record.get("quant_format") != "exl3":
                 continue
             if f"{module}.trellis" not in tensors:
-                if f"{module}.weight" in tensors or any(module.startswith(f"{base}.") for base in sliced):
-                    stale.append(module)
+                parts = (
+                    [module] if not module.endswith(".gate_up_proj") else [module.replace("gate_up_", word) for word in ("gate_", "up_")]
+                )
+                is_plain = all(f"{part}.weight" in tensors or f"{part}.trellis" in tensors for part in parts)
+                if is_plain or any(module.startswith(f"{base}.") for base in sliced):
+                    stale.add(module)
                 else:
-                    what = f"{place}: tensor_storage: {module}", "record of an EXL3 module"
-                    bad.add(*what, expected=f"{module}.trellis in some shard", found="no such tensor")
+                    bad.add(where, "record of an EXL3 module", expected=f"{module}.trellis in some shard", found="no such tensor")
                 continue
-            for fault, expected, found in _record_faults(module, record, tensors):
-                bad.add(f"{place}: tensor_storage: {module}", fault, expected=expected, found=found)
-    left = sorted(set(stale))
-    return [f"tensor_storage calls {len(left):,} modules EXL3 that are not, such as {left[0]}: left out"] if left else []
+            for what, expected, found in _record_faults(module, record, tensors):
+                if signs.r7 is not None and is_expert_name(f"{module}."):
+                    untrue.setdefault(module, complain(where, what, expected=expected, found=found))
+                else:
+                    bad.add(where, what, expected=expected, found=found)
+    said = [f"tensor_storage calls {len(stale):,} modules EXL3 that are not, such as {min(stale)}: left out"] if stale else []
+    if untrue:
+        said.append(f"tensor_storage is untrue of {len(untrue):,} routed matrices, and the payload counts: {min(untrue.values())}")
+    return {module: record for module, record in held.items() if module not in stale and module not in untrue}, said
 
 
 def _record_faults(module: str, record: Mapping[str, Json], tensors: Mapping[str, TensorEntry]) -> Iterator[tuple[str, object, object]]:

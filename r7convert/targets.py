@@ -133,9 +133,9 @@ def tensor_storage(checkpoint: Checkpoint, kept: Iterable[str], layers: Sequence
     `kept` are the names of carried tensors; `experts_too` adds the routed experts and, as exllamav3 has them, the source's records of
     modules that are not quantized (target exl3).
     """
-    said = dict((checkpoint.quantization_file or {}).get("tensor_storage") or {})
-    said |= (checkpoint.quantization or {}).get("tensor_storage") or {}
-    names = {module: set(record.get("stored_tensors") or ()) for module, record in said.items() if isinstance(record, Mapping)}
+    said = checkpoint.storage
+    stored = {module: record.get("stored_tensors") for module, record in said.items()}
+    names = {module: set(forms) if isinstance(forms, Mapping) else set() for module, forms in stored.items()}
     carried = {name: (name, checkpoint.tensors[name].dtype, checkpoint.tensors[name].shape) for name in kept}
     modules: dict[str, list[tuple[str, str, tuple[int, ...]]]] = {}
     for tensor in [*carried.values(), *(tensor for layer in layers if experts_too for tensor in layer.tensors(0))]:

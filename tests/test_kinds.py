@@ -324,6 +324,36 @@ def test_records_that_an_earlier_form_left_behind_are_a_warning(tmp_path: Path, 
     assert read_checkpoint(folder).warnings == (f"tensor_storage calls 1 modules EXL3 that are not, such as {module}: left out",)
 
 
+def test_a_record_of_a_merged_payload_that_is_split_today(tmp_path: Path) -> None:
+    folder = sample(tmp_path / "s")
+    merged = "model.layers.3.mlp.shared_experts.gate_up_proj"
+    for name in BLOCKS:
+        with edited_json(folder / name) as value:
+            value.get("quantization_config", value)["tensor_storage"][merged] = {"quant_format": "exl3", "bits_per_weight": 6}
+    assert read_checkpoint(folder).warnings == (f"tensor_storage calls 1 modules EXL3 that are not, such as {merged}: left out",)
+    with edited_shard(folder / CARRIER) as tensors:
+        del tensors["model.layers.3.mlp.shared_experts.up_proj.weight"]
+    refused(folder, f"{merged}: record of an EXL3 module")
+
+
+def test_under_an_r7_block_the_payload_of_an_expert_counts(tmp_path: Path) -> None:
+    folder = sample(tmp_path / "s", storage_for_experts=True)
+    for name in BLOCKS:
+        with edited_json(folder / name) as value:
+            record = value.get("quantization_config", value)["tensor_storage"][GATE]
+            record |= {"bits_per_weight": 8, "stored_tensors": {f"{GATE}.suh": {"shape": [256]}}}
+    made = read_checkpoint(folder)
+    assert GATE not in made.storage
+    assert len(made.storage) > 20
+    (warning,) = made.warnings
+    assert warning.startswith("tensor_storage is untrue of 1 routed matrices, and the payload counts: config.json: quantization_config: ")
+    assert f"{GATE}: bits_per_weight: expected" in warning
+    for name in BLOCKS:
+        with edited_json(folder / name) as value:
+            value.get("quantization_config", value)["tensor_storage"]["model.layers.3.self_attn.o_proj"]["bits_per_weight"] = 8
+    refused(folder, "model.layers.3.self_attn.o_proj: bits_per_weight: expected 6, as model-carrier.safetensors has it, got 8")
+
+
 def test_a_multiplier_may_be_signed(tmp_path: Path) -> None:
     folder = sample(tmp_path / "s", kind="exl3")
     with edited_json(folder / "quantization_config.json") as value:
