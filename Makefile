@@ -1,6 +1,6 @@
 # r7convert: every job has a target; plain `make` lists them.
 .DEFAULT_GOAL := help
-.PHONY: help demo test soak fuzz check fmt kernels test-gpu bench bench-codec bench-moe bench-reencode scale docs site wheel release-check clean
+.PHONY: help demo test soak fuzz check fmt kernels test-gpu bench bench-codec bench-moe bench-reencode scale lock check-deps docs site wheel release-check clean
 
 PYTHON ?= python3
 VENV   ?= .venv
@@ -67,6 +67,16 @@ bench-moe:  ## the fused routed experts on this machine's GPU, each checked befo
 
 scale: $(VENV)/.ready  ## all of GLM-5.2's headers through the command line: time and memory of every target (minutes)
 	$(PY) -m tests.bench_scale
+
+lock: $(VENV)/.ready  ## write requirements-dev.lock anew: every dependency of a development machine but torch, with hashes
+	$(PY) -m pip install -q --disable-pip-version-check -e ".[deps]"
+	mkdir -p build && echo 'torch ; sys_platform == "never"' > build/without-torch.txt
+	$(PY) -m uv pip compile pyproject.toml --extra dev --extra plot --extra cu13 --universal --python-version 3.11 --generate-hashes --upgrade \
+	  --override build/without-torch.txt --no-emit-package torch --custom-compile-command "make lock" -q -o requirements-dev.lock
+
+check-deps: $(VENV)/.ready  ## ask the advisory databases about every locked dependency; says so where none can be reached
+	$(PY) -m pip install -q --disable-pip-version-check -e ".[deps]"
+	$(PY) -m tests.check_deps requirements-dev.lock "$(TORCH)"
 
 docs: $(VENV)/.ready  ## write the generated pages, diagrams and screens anew
 	$(PY) -m tests.make_docs

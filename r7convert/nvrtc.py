@@ -18,7 +18,7 @@ import io
 import json
 import os
 import re
-import tempfile
+import threading
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import cache, lru_cache
@@ -247,9 +247,10 @@ def _write_cubin(path: Path, cubin: Cubin) -> None:
     fields = {k: v for k, v in asdict(cubin).items() if k != "code"} | {"sha256": hashlib.sha256(cubin.code).hexdigest()}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".partial", delete=False) as handle:
-            handle.write(json.dumps(fields).encode() + b"\n" + cubin.code)
-        Path(handle.name).replace(path)
+        # A name of its own, for several processes compile at once; not by tempfile, whose files nobody else may read.
+        partial = path.with_name(f"{path.name}.{os.getpid()}-{threading.get_ident()}.partial")
+        partial.write_bytes(json.dumps(fields).encode() + b"\n" + cubin.code)
+        partial.replace(path)
     except OSError:
         pass  # a cache that cannot be written costs the next process a compilation, nothing else
 
