@@ -45,23 +45,14 @@ Written by `make docs` from `r7convert COMMAND --help`; a test keeps it current.
 Results go to stdout, progress, talk and what to do next to stderr. An error is one line, `where: what: expected X, got Y. Do Z.`; exit
 codes and all messages are on the page [Errors](errors.md).
 """
-DESIGN_INTRO = """# The map
-
-Written by `make docs`: each line is the beginning of the module's own docstring, the level is the one that tests/test_architecture.py
-holds it to. A module imports lower levels only, so this page can be read from top to bottom, and the code as well.
-
-Three rules carry the design. Stages meet in folders, never in memory: `download`, `stamp`, `repack`, `encode-shared`, `verify`, `push`
-can each be run, killed and repeated alone. What decides is pure (`plan_repack` from headers, `repair` from JSON, the policies from K
-tables), and what touches the disk or the network is a door of its own (`store`, `whole_file`, `hub`). And writer and checker share the
-specification, never the code: `contract*`, `evidence` and `verify*` read a folder with rules of their own.
-
-An hour's way in: `format`, `plan`, `repack`, `verify`; then `checkpoint` for what is refused and `codec` for what the bits mean.
-"""
+MODULES = (
+    "<!-- from here on written by `make docs`: the beginning of each module's docstring, by its level in tests/test_architecture.py -->\n"
+)
 
 
 def render_design() -> str:
-    """Every module of the package, by level."""
-    lines, level = [DESIGN_INTRO], -1
+    """The page as it is down to the mark, then every module of the package, by level."""
+    lines, level = [(ROOT / "docs/design.md").read_text().partition(MODULES)[0], MODULES], -1
     for path in sorted(PACKAGE.glob("*.py"), key=lambda path: (LEVELS[path.stem], path.stem)):
         if LEVELS[path.stem] != level:
             level = LEVELS[path.stem]
