@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.test_docs import check_command
+
 ROOT = Path(__file__).parents[1]
 COLUMNS = 80
 CHAIN = (
@@ -93,6 +95,8 @@ def test_the_chain_fits_80_columns_and_ends_with_what_to_do_next(terminal: str) 
         for line in shown:
             assert len(line) <= COLUMNS, f"{words}: {line}"
             looked += 1
+        for hint in (line for line in shown if line.startswith("next: r7convert ")):
+            check_command(hint.removeprefix("next: r7convert ").partition("  #")[0])
     assert looked > 150
     for words in FAIL:
         code, shown = seen[f"r7convert {words}"]
