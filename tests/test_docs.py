@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 
 from r7convert import __version__
 from r7convert.cli import app
+from r7convert.facts import READERS, serve_command
 from tests import make_docs
 from tests.make_docs import PAGES, ROOT
 from tests.make_errors import refusals
@@ -176,6 +177,14 @@ def test_every_bench_in_the_pages_exists_and_has_its_options() -> None:
                 assert f'"{option}"' in source, f"{page.name}: python -m tests.{module} {option}"
             looked += 1
     assert looked >= 8
+
+
+def test_the_serve_commands_are_those_that_report_gives() -> None:
+    page = (ROOT / "docs/how-to.md").read_text()
+    for target in READERS:
+        command = serve_command({"target": target, "tp": 4}, "out", layer=3, is_repo=False)
+        assert re.search(rf"^\| `{target}`[^|]*\| `{re.escape(command)}`", page, re.MULTILINE), target
+    assert len(READERS) == 4
 
 
 # ---- links, paths, targets, figures -----------------------------------------------------------------------------------
