@@ -133,7 +133,7 @@ def plan_repack(
     elif not experts:
         raise UnsupportedError(complain(checkpoint.where, "routed experts in EXL3", expected="some", found="none but MTP layers"))
 
-    check_words(experts, target)
+    check_words(checkpoint, experts, target)
     if vectors is not None:
         vectors.check_ranks(experts)
     forms, notes = choose_forms(

@@ -208,7 +208,8 @@ def check_reader(checkpoint: Checkpoint, target: str, layers: Sequence[LayerPlan
         at = layer_of(module) if mtp is None else mtp
         if f"{module}.mcg" in checkpoint.tensors and f"{module}.trellis" in carried and at not in ranked:
             found = "no layer" if at is None else f"layer {at}"
-            bad.add(module, "dense EXL3 with an mcg marker", expected=f"a layer of {ranges(ranked)}", found=found)
+            do = "No stock server loads it there: another target does, or a checkpoint where it is not quantized."
+            bad.add(module, "dense EXL3 with an mcg marker", expected=f"a layer of {ranges(ranked)}", found=found, do=do)
     bad.check(UnsupportedError)
 
 
@@ -223,7 +224,7 @@ def _check_module(checkpoint: Checkpoint, module: str, takes: Takes, bad: Offenc
         bad.add(module, "codebook of a dense EXL3 module", expected=" or ".join(takes.codebooks), found=markers[0])
 
 
-def check_words(layers: Sequence[ExpertLayer], target: str) -> None:
+def check_words(checkpoint: Checkpoint, layers: Sequence[ExpertLayer], target: str) -> None:
     """Names and codebook, which no choice and no policy mends: asked before anything else.
 
     Raises:  UnsupportedError, every layer that the target's readers do not know.
@@ -232,7 +233,8 @@ def check_words(layers: Sequence[ExpertLayer], target: str) -> None:
     for layer in layers:
         where, gate = f"layer {layer.layer}", layer.module(0, "gate_proj")
         if not takes.any_names and not layer.is_canonical:
-            bad.add(where, "names of routed experts", expected="{root}.{L}.mlp.experts.{E}.gate_proj", found=gate)
+            do = "Use --drop-mtp to leave the MTP layers out." if layer.layer >= checkpoint.geometry.layers else ""
+            bad.add(where, "names of routed experts", expected="{root}.{L}.mlp.experts.{E}.gate_proj", found=gate, do=do)
         if layer.codebook not in takes.codebooks:
             bad.add(where, "codebook", expected=" or ".join(takes.codebooks), found=layer.codebook)
     bad.check(UnsupportedError)

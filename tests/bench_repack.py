@@ -1,6 +1,6 @@
 """Repacking against `cp -r` and `sync`, paired in one run; memory over size; headers at full scale; slabs opened against built.
 
-    python -m tests.bench_repack [--pairs 5] [--gb 8] [--work DIR] [--warm] [--only copy,memory,headers,slabs]
+    python -m tests.bench_repack [--pairs 5] [--gb 8] [--work DIR] [--warm] [--only copy,resize,memory,headers,slabs]
 
 Both sides of a pair start with the same cold or warm caches (cold where /proc/sys/vm/drop_caches may be written), on the same
 disk, in alternating order, and end with `sync`. Trellis words come from one pool of random bytes, so that a source of many GB is
@@ -35,7 +35,7 @@ import json, os, resource, sys, time
 from pathlib import Path
 from r7convert.repack import repack
 began = time.perf_counter()
-repack(Path(sys.argv[1]), Path(sys.argv[2]), target=sys.argv[3], tp=4)
+repack(Path(sys.argv[1]), Path(sys.argv[2]), target=sys.argv[3], tp=int(sys.argv[4]) if len(sys.argv) > 4 else None)
 os.sync()
 print(json.dumps([time.perf_counter() - began, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024]))
 """
@@ -62,11 +62,11 @@ def main() -> None:
     options.add_argument("--gb", type=float, default=8)
     options.add_argument("--work", type=Path, default=Path("build/bench"))
     options.add_argument("--warm", action="store_true", help="both sides with the source in the page cache")
-    options.add_argument("--only", default="headers,copy,slabs,memory")
+    options.add_argument("--only", default="headers,copy,resize,slabs,memory")
     chosen = options.parse_args()
     shutil.rmtree(chosen.work, ignore_errors=True)
     chosen.work.mkdir(parents=True)
-    parts = {"headers": bench_headers, "copy": bench_copy, "slabs": bench_slabs, "memory": bench_memory}
+    parts = {"headers": bench_headers, "copy": bench_copy, "resize": bench_resize, "slabs": bench_slabs, "memory": bench_memory}
     try:
         for name in chosen.only.split(","):
             parts[name](chosen)
@@ -150,8 +150,24 @@ def same_caches(source: Path, *, warm: bool) -> str:
 
 
 def bench_copy(chosen: argparse.Namespace) -> None:
-    source, output = chosen.work / "source", chosen.work / "output"
-    nbytes = write_source(source, layers=max(2, round(chosen.gb / 1.15)))
+    source = chosen.work / "source"
+    write_source(source, layers=max(2, round(chosen.gb / 1.15)))
+    pair_with_cp(chosen, "copy", source, "rank-sliced", 4).rename(chosen.work / "kept")
+
+
+def bench_resize(chosen: argparse.Namespace) -> None:
+    """A rank-sliced checkpoint of tp 4, as published for stock servers, cut for tp 8 and joined for exl3."""
+    source = chosen.work / "sliced"
+    write_source(source, layers=max(2, round(chosen.gb / 1.15)), kind="rank-sliced")
+    for target, tp in (("rank-sliced", 8), ("exl3", None)):
+        shutil.rmtree(pair_with_cp(chosen, "resize", source, target, tp))
+    shutil.rmtree(source)
+
+
+def pair_with_cp(chosen: argparse.Namespace, label: str, source: Path, target: str, tp: int | None) -> Path:
+    """Time both sides in turns, and hand back the last output of repack's."""
+    output = chosen.work / "output"
+    nbytes = sum(path.stat().st_size for path in source.iterdir())
     caches, rows, rss = "", [], 0.0
 
     def copied() -> float:
@@ -161,10 +177,11 @@ def bench_copy(chosen: argparse.Namespace) -> None:
 
     def repacked() -> float:
         nonlocal rss
-        seconds, peak = run(REPACK, source, output, "rank-sliced")
+        seconds, peak = run(REPACK, source, output, target, *([tp] if tp else []))
         rss = max(rss, peak)
         return seconds
 
+    kept = output.with_name(f"{output.name}-{target}-{tp}")
     for pair in range(chosen.pairs):
         sides: dict[str, Callable[[], float]] = {"cp": copied, "repack": repacked}
         times = {}
@@ -172,24 +189,26 @@ def bench_copy(chosen: argparse.Namespace) -> None:
             caches = same_caches(source, warm=chosen.warm)
             times[name] = sides[name]()
             if name == "repack" and pair == chosen.pairs - 1:
-                output.rename(chosen.work / "kept")
+                output.rename(kept)
             else:
                 shutil.rmtree(output)
         load = os.getloadavg()[0]
         rows.append(times["repack"] / times["cp"])
         print(
-            f"copy: pair {pair + 1}: cp {times['cp']:.1f} s, repack {times['repack']:.1f} s, ratio {rows[-1]:.2f}, load {load:.1f}",
+            f"{label}: pair {pair + 1}: cp {times['cp']:.1f} s, repack {times['repack']:.1f} s, ratio {rows[-1]:.2f}, load {load:.1f}",
             flush=True,
         )
-    print(f"copy: {nbytes / 1e9:.2f} GB to tp 4, {caches} caches: median ratio {statistics.median(rows):.2f}", end=" ")
+    what = f"{target}, tp {tp}" if tp else target
+    print(f"{label}: {nbytes / 1e9:.2f} GB to {what}, {caches} caches: median ratio {statistics.median(rows):.2f}", end=" ")
     print(f"(from {min(rows):.2f} to {max(rows):.2f}), peak RSS {rss:.0f} MiB")
+    return kept
 
 
 def bench_memory(chosen: argparse.Namespace) -> None:
     for factor in (0.5, 1, 2):
         source, output = chosen.work / "sized", chosen.work / "sized-output"
         nbytes = write_source(source, layers=max(2, round(factor * chosen.gb / 1.15)))
-        _, rss = run(REPACK, source, output, "rank-sliced")
+        _, rss = run(REPACK, source, output, "rank-sliced", 4)
         print(f"memory: {nbytes / 1e9:.2f} GB: peak RSS {rss:.0f} MiB", flush=True)
         shutil.rmtree(source)
         shutil.rmtree(output)
@@ -205,7 +224,7 @@ def bench_slabs(chosen: argparse.Namespace) -> None:
     folder = chosen.work / "kept"
     if not folder.exists():
         write_source(chosen.work / "source", layers=3)
-        run(REPACK, chosen.work / "source", folder, "rank-sliced")
+        run(REPACK, chosen.work / "source", folder, "rank-sliced", 4)
     layer, rank = 1, 0
     path = next(folder.glob(f"experts-layer-{layer:03d}-rank-{rank}-of-4.safetensors"))
     path.read_bytes()  # both sides from the page cache

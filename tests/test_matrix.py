@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,18 +12,20 @@ import torch
 
 from r7convert.card import render_card
 from r7convert.checkpoint import read_checkpoint
-from r7convert.errors import FormatError, R7Error
-from r7convert.format import PER_EXPERT_V1, SHARED_H_V1
+from r7convert.errors import FormatError, R7Error, UnsupportedError
+from r7convert.format import PER_EXPERT_V1, SHARED_H_V1, is_expert_name
+from r7convert.inspect import inspect
 from r7convert.journal import MANIFEST, VERDICT, read_manifest
 from r7convert.repack import repack
 from r7convert.report import report
 from r7convert.sample import write_sample
 from r7convert.stamp import TARGETS
-from r7convert.store import read_json
+from r7convert.store import read_header, read_json
 from r7convert.verify import verify
+from tests import tamper
 from tests.folders import contents, edited_shard, tree
-from tests.matrix import KINDS, SMALL, TP, outcome
-from tests.outputs import lines_of
+from tests.matrix import KINDS, SMALL, TP, outcome, quantized_head
+from tests.outputs import failed_parts, lines_of
 
 pytestmark = pytest.mark.usefixtures("no_fsync")
 Made = Callable[[str], Path]
@@ -75,6 +78,38 @@ def test_every_pair_comes_out_as_the_plan_says(made: Made, tmp_path: Path, kind:
     assert told.loads in card
     assert "every one, once" in card
     assert read_checkpoint(output).kind == target, "it is a source again, and says of itself what it is"
+    _check_that_one_bit_is_found(source, output, f"{kind} {target}")
+
+
+def _check_that_one_bit_is_found(source: Path, output: Path, seed: str) -> None:
+    """In a routed tensor and in a carried one, drawn by the pair's name, so that all pairs together touch every class."""
+    headers = [read_header(path) for path in sorted(output.glob("*.safetensors"))]
+    entries = sorted((entry for header in headers for entry in header.tensors.values()), key=lambda entry: entry.name)
+    draw = random.Random(seed)
+    for routed in (True, False):
+        entry = draw.choice([entry for entry in entries if is_expert_name(entry.name) == routed])
+        tamper.flip_bit(output / entry.file, entry.offset + draw.randrange(entry.nbytes), bit=draw.randrange(8))
+    tamper.reseal(output)
+    verdict = verify(output, source=source, threads=1, device="cpu")
+    assert "bytes" in failed_parts(verdict)
+    assert entry.name in lines_of(verdict)
+    assert sum(check.failures for check in verdict.parts[2].checks.values()) >= 2
+
+
+def test_where_a_stock_server_takes_dense_exl3_is_said_before_and_after(made: Made, tmp_path: Path) -> None:
+    """By the plan, in inspect's answer, and by verify of a folder that somebody made all the same."""
+    answers = {answer.target: answer for answer in inspect(read_checkpoint(made("exl3-head"))).targets}
+    assert not answers["rank-sliced"].accepted
+    assert answers["rank-sliced"].why.startswith("lm_head: dense EXL3 with an mcg marker: expected a layer of 1-3, got no layer")
+    assert answers["slabs"].accepted
+    with pytest.raises(UnsupportedError, match=r"^lm_head: dense EXL3"):
+        repack(made("exl3-head"), tmp_path / "no", target="rank-sliced", tp=2, dry_run=True)
+    repack(made("exl3-one-k"), tmp_path / "output", target="rank-sliced", tp=2)
+    quantized_head(tmp_path / "output")
+    tamper.reseal(tmp_path / "output")
+    contract = verify(tmp_path / "output").parts[1]
+    failed = {check.name: check.shown for check in contract.checks.values() if check.failures}
+    assert "lm_head: layer of a dense EXL3 module" in failed["dense EXL3 only in layers a stock reader takes it in"][0]
 
 
 # ---- there and back --------------------------------------------------------------------------------------------------
