@@ -40,7 +40,7 @@ FUZZ_SEED     ?= $(shell date +%s)
 
 fuzz: $(VENV)/.ready  ## hostile inputs, FUZZ_EXAMPLES a door and kind (some minutes); what it finds is in build/hostile
 	@echo "FUZZ_SEED=$(FUZZ_SEED) FUZZ_EXAMPLES=$(FUZZ_EXAMPLES)"
-	R7_FUZZ_EXAMPLES=$(FUZZ_EXAMPLES) $(PY) -m pytest tests/test_hostile.py tests/test_corpus.py -s --hypothesis-seed=$(FUZZ_SEED) --timeout 3600
+	R7_FUZZ_EXAMPLES=$(FUZZ_EXAMPLES) $(PY) -m pytest tests/test_hostile.py tests/test_hostile_hub.py tests/test_corpus.py -s --hypothesis-seed=$(FUZZ_SEED) --timeout 3600
 
 fmt: $(VENV)/.ready  ## format the code
 	$(PY) -m ruff format .

@@ -29,6 +29,7 @@ from r7convert.store import (
     check_free_space,
     check_not_pointer,
     check_plain_name,
+    find_twins,
     read_json,
     strict_json,
     sync_folder,
@@ -102,6 +103,9 @@ def select_files(
             continue
         names.append(check_plain_name(name, snapshot.repo))
     chosen = sorted(filter_repo_objects(names, allow_patterns=list(allow) or None, ignore_patterns=list(ignore) or None))
+    if twins := find_twins(chosen):
+        do = "Leave one of them out with --ignore."
+        raise FormatError(complain(snapshot.repo, "files whose names differ in case only", expected="one", found=twins, do=do))
     return Selection([snapshot.files[name] for name in chosen], sorted(set(snapshot.files) - set(chosen)))
 
 
@@ -111,7 +115,7 @@ def _wanted_shards(snapshot: Snapshot, index: Json | None, layers: Collection[in
     weight_map = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(weight_map, dict) or not weight_map:
         raise FormatError(complain(f"{snapshot.repo}: {INDEX}", "weight_map", expected="an object of tensor: file", found="none"))
-    shards = {check_plain_name(name, f"{snapshot.repo}: {INDEX}") for name in set(weight_map.values())}
+    shards = {check_plain_name(name, f"{snapshot.repo}: {INDEX}") for name in weight_map.values()}
     missing = Offences()
     for name in sorted(shards - set(snapshot.files)):
         missing.add(
@@ -171,7 +175,8 @@ def _snapshot_to_finish(repo: Repo, unfinished: Json | None, progress: Progress)
     """The snapshot now, or the one that an unfinished download of the same revision began with."""
     snapshot = read_snapshot(repo)
     began = unfinished or {}
-    if (began.get("repo"), began.get("revision")) != (repo.id, snapshot.revision) or began["commit"] == snapshot.commit:
+    known = isinstance(began.get("commit"), str) and began["commit"] != snapshot.commit
+    if not known or (began.get("repo"), began.get("revision")) != (repo.id, snapshot.revision):
         return snapshot
     progress.say(
         f"{repo}: moved from {began['commit'][:12]} to {snapshot.commit[:12]} since this download began; "

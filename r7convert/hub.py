@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
+import itertools
 import json
 import logging
 import os
@@ -25,6 +26,7 @@ from typing import Any, TypeVar
 from r7convert import __version__
 from r7convert.address import Repo
 from r7convert.errors import FormatError, InputError, NetworkError, R7Error, ResourceError, complain
+from r7convert.format import is_int
 
 T = TypeVar("T")
 
@@ -37,6 +39,10 @@ SILENT_WAIT_S = 3.0
 LONGEST_WAIT_S = 300.0
 TRANSIENT = frozenset({408, 429, 500, 502, 503, 504})
 READ_TIMEOUT_S = 30.0
+MOST_LISTED = 100_000
+"""Ten times what the Hub lets a folder hold: a listing without end is not read to it."""
+_COMMIT = re.compile(r"[0-9a-f]{40,64}")
+_SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,17 +92,30 @@ def read_snapshot(repo: Repo) -> Snapshot:
     from huggingface_hub.hf_api import RepoFile
 
     api = hub_api()
-    with speaking(repo):
-        info = patiently(lambda: api.model_info(repo.id, revision=repo.revision))
-        if info.sha is None:
-            raise InputError(complain(repo, "the Hub names no commit", do="Is the repository empty?"))
-        listing = patiently(lambda: list(api.list_repo_tree(repo.id, revision=info.sha)))
-    files = {
-        entry.path: HubFile(entry.path, entry.size, entry.lfs.sha256 if entry.lfs else None, entry.blob_id)
-        for entry in listing
-        if isinstance(entry, RepoFile)
-    }
-    return Snapshot(repo.id, repo.revision or "main", info.sha, bool(info.private), files)
+    try:
+        with speaking(repo):
+            info = patiently(lambda: api.model_info(repo.id, revision=repo.revision))
+            if info.sha is None:
+                raise InputError(complain(repo, "the Hub names no commit", do="Is the repository empty?"))
+            if not _COMMIT.fullmatch(info.sha):
+                raise TypeError(f"commit {info.sha!r}")
+            entries = patiently(lambda: list(itertools.islice(api.list_repo_tree(repo.id, revision=info.sha), MOST_LISTED + 1)))
+        listed = [_listed(entry) for entry in entries if isinstance(entry, RepoFile)]
+        if len(entries) > MOST_LISTED or len({file.name for file in listed}) < len(listed):
+            raise TypeError(f"over {MOST_LISTED:,} files, or one of them twice")
+    except (LookupError, TypeError, AttributeError, RecursionError) as error:  # the client takes answers apart without looking
+        do = "Is HF_ENDPOINT right?"
+        raise NetworkError(complain(repo, "the Hub's answer", expected="that of a model repository", found=_cause(error), do=do)) from None
+    return Snapshot(repo.id, repo.revision or "main", info.sha, bool(info.private), {file.name: file for file in listed})
+
+
+def _listed(entry: Any) -> HubFile:
+    """Raises:  TypeError for an entry that lists no file."""
+    sha256 = entry.lfs.sha256 if entry.lfs else None
+    sound = isinstance(entry.path, str) and is_int(entry.size) and 0 <= entry.size < 1 << 63 and isinstance(entry.blob_id, str)
+    if not sound or not (sha256 is None or (isinstance(sha256, str) and _SHA256.fullmatch(sha256))):
+        raise TypeError(f"file {entry.path!r}")
+    return HubFile(entry.path, entry.size, sha256, entry.blob_id)
 
 
 def hub_api() -> Any:

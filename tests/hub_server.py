@@ -70,6 +70,7 @@ class Fault:
     skip: int = 0  # let that many matching requests pass first
     ranged: bool | None = None  # only requests with, or without, a Range header
     status: int | None = None  # answer with this status instead
+    body: bytes | None = None  # answer with this JSON instead
     headers: dict[str, str] = field(default_factory=dict)
     cut: int | None = None  # send that many body bytes, then drop the connection
     whole: bool = False  # pay no heed to Range
@@ -279,6 +280,8 @@ class _Handler(BaseHTTPRequestHandler):
             body: bytes | Path = self._receive_lfs(path, length) if self.command == "PUT" else self._receive(length)
             if fault is not None and fault.status is not None:
                 answer = Answer.json({"error": f"fault {fault.status}"}, fault.status, **fault.headers)
+            elif fault is not None and fault.body is not None:
+                answer = Answer(200, fault.body, {"Content-Type": "application/json", **fault.headers})
             else:
                 with self.hub.lock:
                     answer = self._route(path, query, body)
