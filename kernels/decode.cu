@@ -1,8 +1,8 @@
 // decode_tiles: trellis -> fp16 matrix. Truth: codec.decode_tiles, bitwise.
 // Bound: bytes. A weight costs K/8 + 2 of them and about 10 instructions of the 30 that the time of those bytes allows (H200).
 //
-// decode_matrix: with both rotations and scales, in one pass over memory. Truth: codec.decode_matrix, bitwise. About 26
-// instructions a weight, a tenth of them shuffles: bound by both.
+// decode_matrix: with both rotations and scales, in one pass over memory. Truth: codec.decode_matrix, bitwise. Bound: instructions, 22 a
+// weight, and their fetch.
 #include "butterfly.cuh"
 
 using namespace r7;
@@ -73,96 +73,105 @@ __global__ void __launch_bounds__(32 * WARPS) decode_tiles(const u32* __restrict
     }
 }
 
-constexpr int COLUMN_WARPS = 8;        // a block decodes 128 x 128 weights, a warp 8 tiles one above another
-constexpr int BLOCK_PITCH = 128 + 8;   // floats: rows two apart lie 16 banks apart
+constexpr int SIDE = 128;  // a block of threads decodes 128 x 128 weights, a warp 8 tiles side by side
+
+// What a lane holds of the 16-point transform as the tensor cores take it: entries +-1, two columns a register. Three of the four are equal.
+// The compiler must not see that, or it makes one of them and copies it before each product: hence the lane's number from its register.
+struct Signs {
+    u32 at[4];
+
+    __device__ __forceinline__ Signs() {
+        u32 lane;
+        asm("mov.u32 %0, %%laneid;" : "=r"(lane));
+        const u32 row = lane / 4, column = lane % 4 * 2;
+        at[0] = pair(row, column), at[1] = pair(row + 8, column), at[2] = pair(row, column + 8), at[3] = pair(row + 8, column + 8);
+    }
+
+    __device__ __forceinline__ static u32 pair(u32 row, u32 column) {
+        const u32 odd = __popc(row & column);
+        return 0x3C003C00u ^ (odd & 1) << 15 ^ ((odd ^ row) & 1) << 31;
+    }
+};
+
+// The compiler makes four stores of one through a pointer to a struct.
+__device__ __forceinline__ void store(void* to, uint4 x) {
+    asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w) : "memory");
+}
 
 template <int K, typename T>
-__global__ void __launch_bounds__(32 * COLUMN_WARPS, 2) decode_matrix(const u32* __restrict__ trellis, const float* __restrict__ suh, const float* __restrict__ svh, T* __restrict__ out, i64 tile_columns) {
+__global__ void __launch_bounds__(256, 3) decode_matrix(const u32* __restrict__ trellis, const float* __restrict__ suh, const float* __restrict__ svh, T* __restrict__ out, i64 tile_columns) {
     extern __shared__ float4 staging[];
     float* staged = reinterpret_cast<float*>(staging);
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
-    const i64 block_row = blockIdx.x / (tile_columns / 8), block_column = blockIdx.x % (tile_columns / 8);
+    const u32* tile = trellis + ((i64(blockIdx.y) * 8 + warp) * tile_columns + blockIdx.x * 8) * tile_words<K>;
 
-    // Along in-channels. H128 = H8 x H16: H16 within a tile is one product with +-1, H8 over tiles is butterflies. The sums are of
-    // 128 fp16 values, multiples of 2^-13 below 4: they are exact in fp32, whatever their order.
-    const u32 plus = 0x3C00u | (__popc(g & 2 * t) & 1) << 15 | (0x3C00u | (__popc(g & (2 * t + 1)) & 1) << 15) << 16;
-    const u32 minus = plus ^ 0x80008000u;
+    // Along in-channels within a tile, one product with +-1. The sums are of 16 fp16 values, multiples of 2^-13 below 4: exact in fp32,
+    // whatever their order, as are those of up to 512 values.
+    const Signs signs;
     float v[2][4][8];  // [out-channels 0..7, 8..15][(row g, g+8) x (column 2t, 2t+1)][tile]
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
-        const u32* tile = trellis + ((block_row * 8 + i) * tile_columns + block_column * 8 + warp) * tile_words<K>;
         __half2 fragment[4];
-        tile_fragments<K>(tile, lane, fragment);
+        tile_fragments<K>(tile + i * tile_words<K>, lane, fragment);
 #pragma unroll
         for (int n = 0; n < 2; ++n) {
             float d[4];
-            asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %4, %4, %5}, {%6, %7}, {%8, %8, %8, %8};"
+            asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%10, %10, %10, %10};"
                 : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
-                : "r"(plus), "r"(minus), "r"(as_u32(fragment[2 * n])), "r"(as_u32(fragment[2 * n + 1])), "f"(0.0f));
+                : "r"(signs.at[0]), "r"(signs.at[1]), "r"(signs.at[2]), "r"(signs.at[3]), "r"(as_u32(fragment[2 * n])), "r"(as_u32(fragment[2 * n + 1])), "f"(0.0f));
 #pragma unroll
             for (int e = 0; e < 4; ++e) v[n][e][i] = d[e];
         }
     }
+
+    // Along out-channels: distances 16, 32 and 64 over tiles, 1 and 8 within one; 2 and 4 stay for later. Columns are swizzled so that
+    // four rows of 8 bytes a lane, and later every other 16 bytes of a row, meet all banks.
 #pragma unroll
     for (int n = 0; n < 2; ++n)
 #pragma unroll
         for (int e = 0; e < 4; ++e) butterflies(v[n][e]);
-
-    // Along out-channels: distances 1 and 8 in registers, 2 and 4 between lanes; 16, 32 and 64 between warps, below.
-    const float sign2 = t & 1 ? -1.0f : 1.0f, sign4 = t & 2 ? -1.0f : 1.0f;
 #pragma unroll
-    for (int i = 0; i < 8; ++i) {
-        float w[2][4];
+    for (int i = 0; i < 8; ++i)
 #pragma unroll
         for (int e = 0; e < 4; e += 2) {
-            const int row = i * 16 + g + 4 * e;
-            const float scale = suh[block_row * 128 + row];
-#pragma unroll
-            for (int n = 0; n < 2; ++n) {
-                const float a = __fmul_rn(__fmul_rn(v[n][e][i], NORM), scale), b = __fmul_rn(__fmul_rn(v[n][e + 1][i], NORM), scale);
-                w[n][e] = a + b, w[n][e + 1] = a - b;
-            }
+            const float a = v[0][e][i] + v[0][e + 1][i], b = v[0][e][i] - v[0][e + 1][i];
+            const float c = v[1][e][i] + v[1][e + 1][i], d = v[1][e][i] - v[1][e + 1][i];
+            float* at = staged + (warp * 16 + g + 4 * e) * SIDE + i / 2 * 32;
+            const int column = i % 2 * 16 ^ i / 2 % 2 * 4 ^ 2 * t ^ g % 4 * 8;
+            *reinterpret_cast<float2*>(at + column) = make_float2(a + c, b + d);
+            *reinterpret_cast<float2*>(at + (column ^ 8)) = make_float2(a - c, b - d);
         }
-#pragma unroll
-        for (int n = 0; n < 2; ++n)
-#pragma unroll
-            for (int e = 0; e < 4; ++e) w[n][e] = __fmaf_rn(sign2, w[n][e], __shfl_xor_sync(0xFFFFFFFFu, w[n][e], 1));
-#pragma unroll
-        for (int n = 0; n < 2; ++n)
-#pragma unroll
-            for (int e = 0; e < 4; ++e) w[n][e] = __fmaf_rn(sign4, w[n][e], __shfl_xor_sync(0xFFFFFFFFu, w[n][e], 2));
-#pragma unroll
-        for (int e = 0; e < 4; e += 2) {
-            float* at = staged + (i * 16 + g + 4 * e) * BLOCK_PITCH + warp * 16 + 2 * t;
-            *reinterpret_cast<float2*>(at) = make_float2(w[0][e] + w[1][e], w[0][e + 1] + w[1][e + 1]);
-            *reinterpret_cast<float2*>(at + 8) = make_float2(w[0][e] - w[1][e], w[0][e + 1] - w[1][e + 1]);
-        }
-    }
     __syncthreads();
 
-    // A thread takes four adjacent columns of each tile in a row; the lanes' rows are dealt so that eight of them meet all banks.
-    const int first_row = (g & 1) * 2 + (g >> 1 & 1) + (g >> 2) * 4 + warp * 16, first_column = 4 * t;
+    // A thread takes eight adjacent columns of eight rows, one of each tile, so that 16 lanes store a row of 128: stores to
+    // fewer columns of more rows were what bound this kernel before.
+    const int row = threadIdx.x / 16, column = threadIdx.x % 16 * 8, at = column ^ row % 4 * 8 ^ column / 32 % 2 * 4;
+    float w[8][8];  // [column][tile]
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-        const int row = first_row + 8 * half;
-        float w[4][8];
+    for (int i = 0; i < 8; ++i) {
+        const float4 low = *reinterpret_cast<const float4*>(staged + (i * 16 + row) * SIDE + at);
+        const float4 high = *reinterpret_cast<const float4*>(staged + (i * 16 + row) * SIDE + (at ^ 4));
+        float even[4] = {low.x, low.z, high.x, high.z}, odd[4] = {low.y, low.w, high.y, high.w};
+        butterflies(even), butterflies(odd);  // distances 2 and 4
 #pragma unroll
-        for (int i = 0; i < 8; ++i) {
-            const float4 four = *reinterpret_cast<const float4*>(staged + row * BLOCK_PITCH + i * 16 + first_column);
-            w[0][i] = four.x, w[1][i] = four.y, w[2][i] = four.z, w[3][i] = four.w;
-        }
+        for (int c = 0; c < 4; ++c) w[2 * c][i] = even[c], w[2 * c + 1][i] = odd[c];
+    }
 #pragma unroll
-        for (int e = 0; e < 4; ++e) butterflies(w[e]);
-        T* to = out + (block_row * 128 + row) * tile_columns * 16 + block_column * 128 + first_column;
+    for (int c = 0; c < 8; ++c) butterflies(w[c]);  // 16, 32 and 64 along in-channels
+
+    suh += blockIdx.y * SIDE + row;
+    const Several<float, 8> scales = *reinterpret_cast<const Several<float, 8>*>(svh + blockIdx.x * SIDE + column);
+    T* to = out + (i64(blockIdx.y) * SIDE + row) * tile_columns * 16 + blockIdx.x * SIDE + column;
 #pragma unroll
-        for (int i = 0; i < 8; ++i) {
-            const float4 scale = *reinterpret_cast<const float4*>(svh + block_column * 128 + i * 16 + first_column);
-            Several<T, 4> four;
-            narrow(__fmul_rn(__fmul_rn(w[0][i], NORM), scale.x), four.at[0]);
-            narrow(__fmul_rn(__fmul_rn(w[1][i], NORM), scale.y), four.at[1]);
-            narrow(__fmul_rn(__fmul_rn(w[2][i], NORM), scale.z), four.at[2]);
-            narrow(__fmul_rn(__fmul_rn(w[3][i], NORM), scale.w), four.at[3]);
-            *reinterpret_cast<Several<T, 4>*>(to + i * 16) = four;
-        }
+    for (int i = 0; i < 8; ++i) {
+        const float scale = __fmul_rn(suh[i * 16], 1.0f / SIDE);
+        T eight[8];
+#pragma unroll
+        for (int c = 0; c < 8; ++c) narrow(__fmul_rn(__fmul_rn(w[c][i], scale), scales.at[c]), eight[c]);
+        uint4 pieces[sizeof(eight) / 16];
+        memcpy(pieces, eight, sizeof(eight));
+#pragma unroll
+        for (int piece = 0; piece < sizeof(eight) / 16; ++piece) store(to + piece * (16 / sizeof(T)), pieces[piece]);
+        to += 16 * tile_columns * 16;
     }
 }

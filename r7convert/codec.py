@@ -91,6 +91,12 @@ class Hadamard(Protocol):
     def __call__(self, x: Tensor, *, dim: int = -1, pre: Tensor | None = None, post: Tensor | None = None) -> Tensor: ...
 
 
+class Decode(Protocol):
+    """What `decode_matrix` is here and in kernels.py."""
+
+    def __call__(self, trellis: Tensor, suh: Tensor, svh: Tensor, *, bits: int) -> Tensor: ...
+
+
 @dataclass(frozen=True)
 class Matrix:
     """One stored EXL3 matrix: trellis [in/16, out/16, 16*bits] int16, suh [in], svh [out] float16."""
@@ -150,6 +156,15 @@ def module_seed(name: str) -> int:
 # ---------------------------------------------------------------- rotations
 
 
+def _butterflies(x: Tensor, distances: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64)) -> Tensor:
+    """The transform of blocks of 128 along the last dimension, but for its factor. All orders of the distances are the same transform;
+    where sums are rounded, the order shows in the last bits."""
+    for distance in distances:
+        a, b = x.reshape(*x.shape[:-1], -1, 2, distance).unbind(-2)
+        x = torch.stack((a + b, a - b), dim=-2).flatten(-3)
+    return x
+
+
 def hadamard_128(x: Tensor, *, dim: int = -1, pre: Tensor | None = None, post: Tensor | None = None) -> Tensor:
     """Walsh-Hadamard transform of blocks of 128 along `dim`, scaled by 1/sqrt(128): had128(x * pre) * post.
 
@@ -167,31 +182,33 @@ def hadamard_128(x: Tensor, *, dim: int = -1, pre: Tensor | None = None, post: T
     y = x.movedim(dim, -1).to(dtype)
     if pre is not None:
         y = y * pre.to(dtype)
-    for distance in (1, 2, 4, 8, 16, 32, 64):
-        a, b = y.reshape(*y.shape[:-1], -1, 2, distance).unbind(-2)
-        y = torch.stack((a + b, a - b), dim=-2).flatten(-3)
-    y = y * (1 / math.sqrt(BLOCK))
+    y = _butterflies(y) * (1 / math.sqrt(BLOCK))
     if post is not None:
         y = y * post.to(dtype)
     return y.movedim(-1, dim).to(x.dtype)
 
 
-def decode_matrix(
-    trellis: Tensor,
-    suh: Tensor,
-    svh: Tensor,
-    *,
-    bits: int,
-    dtype: torch.dtype = torch.float32,
-    hadamard: Hadamard = hadamard_128,
-) -> Tensor:
+def decode_matrix(trellis: Tensor, suh: Tensor, svh: Tensor, *, bits: int, dtype: torch.dtype = torch.float32) -> Tensor:
     """The weight that a stored matrix stands for: diag(suh) H decode(trellis) H diag(svh).
 
+    Both factors of 1/sqrt(128) and the scales come last, so that little is rounded before: a sum of up to 512 values fits in float32,
+    and so does every larger one below 2048, which is 13 standard deviations.
+
     Shapes:  trellis [in/16, out/16, 16*bits] int16, suh [in], svh [out]; returns [in, out] in `dtype`, worked out in float32.
+             Order: butterflies along in over distances 1, 2, 4, 8; along out over 1, 8, 16, 32, 64, 2, 4; along in over 16, 32,
+             64; times suh/128; times svh.
+    Raises:  FormatError if a side is not a multiple of 128.
     Source:  FORMAT.md section 1, "Forward", with x the identity.
     Kernel:  kernels/decode.cu; must match bitwise.
     """
-    return hadamard(hadamard(decode_tiles(trellis, bits=bits).float(), dim=0, post=suh), dim=1, post=svh).to(dtype)
+    rotated = decode_tiles(trellis, bits=bits)
+    if rotated.shape[0] % BLOCK or rotated.shape[1] % BLOCK:
+        found = [*rotated.shape]
+        raise FormatError(complain("decode_matrix", "shape", expected=f"two multiples of {BLOCK}", found=found))
+    sums = _butterflies(rotated.float().T, (1, 2, 4, 8)).T
+    sums = _butterflies(sums, (1, 8, 16, 32, 64, 2, 4))
+    sums = _butterflies(sums.T, (16, 32, 64)).T
+    return (sums * (suh.float() / BLOCK)[:, None] * svh.float()).to(dtype)
 
 
 # ---------------------------------------------------------------- encoding
@@ -293,6 +310,7 @@ def encode_matrix(
     seed: int,
     search: Search = search_tiles,
     hadamard: Hadamard = hadamard_128,
+    decode: Decode = decode_matrix,
     name: str = "weight",
 ) -> Encoded:
     """Encode a weight [in, out] (a Linear's weight transposed) and measure what it cost.
@@ -306,7 +324,7 @@ def encode_matrix(
     tiles = to_tiles(ready.rotated)
     states, error = search(tiles.flatten(0, 1), bits=bits)
     trellis = pack_symbols(states, bits=bits).view(*tiles.shape[:2], 16 * bits)
-    decoded = decode_matrix(trellis, ready.suh, ready.svh, bits=bits, hadamard=hadamard)
+    decoded = decode(trellis, ready.suh, ready.svh, bits=bits)
     energy = _energy(weight.float(), 0)
     lost = _energy(weight.float() - decoded, 0)
     column_error = torch.where(energy > 0, lost / energy, 0.0)

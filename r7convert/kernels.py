@@ -95,7 +95,7 @@ def hadamard_128(x: Tensor, *, dim: int = -1, pre: Tensor | None = None, post: T
         return codec.hadamard_128(x, dim=dim, pre=pre, post=post)
     x = _aligned(x)
     out = torch.empty_like(x)
-    scales = [None if scale is None else scale.to(x.device, torch.float32).contiguous() for scale in (pre, post)]
+    scales = [None if scale is None else _aligned(scale.to(x.device, torch.float32)) for scale in (pre, post)]
     dim %= x.ndim
     inner = x.shape[dim + 1 :].numel()
     blocks, blocks_a_side = x.numel() // inner // BLOCK, x.shape[dim] // BLOCK
@@ -178,14 +178,14 @@ def decode_matrix(trellis: Tensor, suh: Tensor, svh: Tensor, *, bits: int, dtype
     rows, columns = trellis.shape[:2]
     out = torch.empty(rows * 16, columns * 16, dtype=dtype, device=trellis.device)
     kernel = load_kernel("decode.cu", f"decode_matrix<{bits}, {_CPP_TYPES[dtype]}>", device=trellis.device)
-    scales = [scale.to(trellis.device, torch.float32).contiguous() for scale in (suh, svh)]
-    kernel.launch(rows // 8 * (columns // 8), 256, _aligned(trellis), *scales, out, columns, shared_bytes=128 * (128 + 8) * 4)
+    scales = [_aligned(scale.to(trellis.device, torch.float32)) for scale in (suh, svh)]
+    kernel.launch((columns // 8, rows // 8), 256, _aligned(trellis), *scales, out, columns, shared_bytes=BLOCK * BLOCK * 4)
     return out
 
 
 def encode_matrix(weight: Tensor, *, bits: int, seed: int, name: str = "weight") -> Encoded:
-    """As codec.encode_matrix, with this module's search."""
-    return codec.encode_matrix(weight, bits=bits, seed=seed, search=search_tiles, hadamard=hadamard_128, name=name)
+    """As codec.encode_matrix, with this module's search, rotation and decode."""
+    return codec.encode_matrix(weight, bits=bits, seed=seed, search=search_tiles, hadamard=hadamard_128, decode=decode_matrix, name=name)
 
 
 def reencode_matrix(trellis: Tensor, *, bits_from: int, bits_to: int) -> Reencoded:

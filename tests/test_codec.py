@@ -72,6 +72,32 @@ def test_hadamard_refuses_other_sides() -> None:
         codec.hadamard_128(torch.zeros(2, 192))
 
 
+@pytest.mark.parametrize("kind", ["random", "extreme"])
+def test_decode_matrix_is_the_dense_computation(kind: str) -> None:
+    generator = torch.Generator().manual_seed(8)
+    random = torch.randint(-32768, 32768, (8, 16, 96), dtype=torch.int16, generator=generator)
+    trellis = random if kind == "random" else torch.where(torch.arange(16)[:, None] % 4 == 0, random, 0)  # 0: tiles of 1.84
+    suh, svh = (torch.randn(n, generator=generator).half() for n in (128, 256))
+    suh[3], svh[200] = 0, 0
+    rotated = codec.decode_tiles(trellis, bits=6).double().numpy()
+    sums = dense_hadamard(128) @ rotated @ dense_hadamard(256) * 128
+    expected = suh.double().numpy()[:, None] * sums / 128 * svh.double().numpy()
+    ours = codec.decode_matrix(trellis, suh, svh, bits=6).numpy()
+    if kind == "random":
+        assert abs(sums).max() < 2048, "the sums are exact: three roundings, of suh/128 none"
+        assert np.all(abs(ours - expected) <= 2**-23 * abs(expected))
+    else:
+        assert abs(sums).max() > 20000, "far past where float32 is exact"
+        assert np.all(abs(ours - expected) <= 2**-20 * abs(expected).max())
+    assert not ours[3].any()
+    assert not ours[:, 200].any()
+
+
+def test_decode_matrix_refuses_other_sides() -> None:
+    with pytest.raises(FormatError, match=r"decode_matrix: shape: expected two multiples of 128, got \[128, 80\]"):
+        codec.decode_matrix(torch.zeros(8, 5, 48, dtype=torch.int16), torch.ones(128), torch.ones(80), bits=3)
+
+
 # ---------------------------------------------------------------- regularization
 
 

@@ -120,7 +120,7 @@ def test_hadamard_refuses_another_side() -> None:
 @pytest.mark.parametrize(("rows", "columns"), [(8, 8), (16, 24), (24, 16), (3, 5)])
 def test_decode_matrix_is_the_codecs_bit_for_bit(bits: int, dtype: torch.dtype, rows: int, columns: int) -> None:
     if rows % 8:
-        with pytest.raises(FormatError, match="multiple of 128"):
+        with pytest.raises(FormatError, match="multiples of 128"):
             kernels.decode_matrix(random_words(rows, columns, 16 * bits), torch.ones(rows * 16), torch.ones(columns * 16), bits=bits)
         return
     trellis = random_words(rows, columns, 16 * bits, seed=bits)
@@ -128,6 +128,31 @@ def test_decode_matrix_is_the_codecs_bit_for_bit(bits: int, dtype: torch.dtype, 
     suh[7], svh[100] = 0, 0
     ours, truth = (door(trellis, suh, svh, bits=bits, dtype=dtype) for door in (kernels.decode_matrix, codec.decode_matrix))
     assert same_bits(ours, truth)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_decode_matrix_is_the_codecs_where_sums_are_rounded(dtype: torch.dtype) -> None:
+    """Words of zero are a tile of 1.84, and many of them sum past the 2,048 up to which float32 is exact: the additions are in the
+    codec's order then too."""
+    trellis = random_words(16, 24, 96)
+    trellis[:, torch.arange(24) % 4 > 0] = 0
+    suh, svh = (torch.randn(16 * n, device="cuda", generator=cuda_generator(n)).half() for n in (16, 24))
+    truth = codec.decode_matrix(trellis, suh, svh, bits=6, dtype=dtype)
+    assert float((truth.float() / suh.float()[:, None] / svh.float()).abs().max()) > 20000 / 128
+    assert same_bits(kernels.decode_matrix(trellis, suh, svh, bits=6, dtype=dtype), truth)
+
+
+def test_slices_at_odd_addresses() -> None:
+    """A slice of a larger buffer need not stand where 16-byte loads may be made."""
+    buffer = torch.randn(1000, device="cuda", generator=cuda_generator(1))
+    trellis, suh, svh = random_words(8, 16, 48), buffer[1:129], buffer[131:387]
+    assert svh.data_ptr() % 16
+    assert same_bits(kernels.decode_matrix(trellis, suh, svh, bits=3), codec.decode_matrix(trellis, suh, svh, bits=3))
+    odd = random_words(8 * 16 * 48 + 1)[1:].view(8, 16, 48)
+    assert odd.data_ptr() % 16
+    assert same_bits(kernels.decode_matrix(odd, suh, svh, bits=3), codec.decode_matrix(odd, suh, svh, bits=3))
+    x = torch.randn(3, 256, device="cuda", generator=cuda_generator(2))
+    assert same_bits(kernels.hadamard_128(x, post=svh), codec.hadamard_128(x, post=svh))
 
 
 # ---------------------------------------------------------------- search
