@@ -1,7 +1,7 @@
 """exllamav3's own search, decode and whole encode, for the bench to run beside ours. A measure to compare with, never a source of code.
 
 Importing the package would load its models and compile all of its extension, for minutes. Its quantizer needs one Python file and
-six sources of the extension: a compiled `exllamav3_ext` is taken where one is importable, else those six are built from what its
+eight sources of the extension: a compiled `exllamav3_ext` is taken where one is importable, else those eight are built from what its
 wheel carries; the instances that we do not ask for are named here and left empty.
 """
 
