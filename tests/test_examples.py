@@ -100,8 +100,10 @@ def test_the_reader_has_forty_lines_and_needs_numpy_alone() -> None:
 problems = runpy.run_path(str(EXAMPLES / "check_reader.py"))["problems"]
 
 
-def test_it_accepts_what_each_reader_takes(make: Callable[[str], Made]) -> None:
-    shared, own = make("rank-sliced shared_h_v1").output, make("rank-sliced per_expert_v1").output
+def test_it_accepts_what_each_reader_takes(make: Callable[[str], Made], tmp_path: Path) -> None:
+    # Copies, for verify leaves its verdict in the folder.
+    shared = shutil.copytree(make("rank-sliced shared_h_v1").output, tmp_path / "shared" / "output")
+    own = shutil.copytree(make("rank-sliced per_expert_v1").output, tmp_path / "own" / "output")
     for folder, reader, code in ((shared, "r28", 0), (shared, "r14", 1), (own, "r14", 0), (own, "r28", 0)):
         done = run("check_reader.py", folder, "--reader", reader, "--tp", 2)
         assert done.returncode == code, done.stdout + done.stderr
