@@ -71,7 +71,7 @@ scale: $(VENV)/.ready  ## all of GLM-5.2's headers through the command line: tim
 lock: $(VENV)/.ready  ## write requirements-dev.lock anew: every dependency of a development machine but torch, with hashes
 	$(PY) -m pip install -q --disable-pip-version-check -e ".[deps]"
 	mkdir -p build && echo 'torch ; sys_platform == "never"' > build/without-torch.txt
-	$(PY) -m uv pip compile pyproject.toml --extra dev --extra plot --extra cu13 --universal --python-version 3.11 --generate-hashes --upgrade \
+	$(PY) -m uv pip compile pyproject.toml --extra dev --extra docs --extra plot --extra cu13 --universal --python-version 3.11 --generate-hashes --upgrade \
 	  --override build/without-torch.txt --no-emit-package torch --custom-compile-command "make lock" -q -o requirements-dev.lock
 
 check-deps: $(VENV)/.ready  ## ask the advisory databases about every locked dependency; says so where none can be reached
