@@ -5,7 +5,8 @@
     partial = moe_forward(x, topk_ids, topk_weights, experts, scratch=scratch)      # ranks are summed by the caller
 
 The kernels are kernels/moe.cu: five or six launches that a CUDA graph can capture, no host synchronisation, nothing allocated but
-what the caller leaves out. Without a GPU moe_forward is moe_reference in float16: slow, and the same numbers.
+what the caller leaves out. Without a GPU, and where a tier outgrows the descriptors, moe_forward is moe_reference in float16: slow,
+and the same numbers.
 """
 
 from __future__ import annotations
@@ -45,6 +46,11 @@ class Experts:
     def device(self) -> torch.device:
         return self.slabs.rotations.device
 
+    @property
+    def fused(self) -> bool:
+        """Whether moe_forward is the kernel."""
+        return self.device.type == "cuda" and self.slabs.descriptors is not None
+
 
 def load_experts(slabs: Slabs, device: torch.device | str) -> Experts:
     """Check the tables against each other and move them to the device.
@@ -71,7 +77,6 @@ def check_slabs(slabs: Slabs) -> None:
     where = f"layer {slabs.layer} rank {slabs.rank}"
     if not 1 <= len(slabs.tiers) <= 3 or not all(3 <= k <= 6 for k in slabs.tiers):
         raise UnsupportedError(complain(where, "tiers", expected="one to three K of 3..6", found=[*slabs.tiers]))
-    _descriptors(slabs)
     sides = {"hidden": slabs.hidden, "inner": slabs.inner}
     for name, side in sides.items():
         if side <= 0 or side % BLOCK:
@@ -91,23 +96,25 @@ def check_slabs(slabs: Slabs) -> None:
     for name in ("gate_suh", "up_suh", "down_svh"):
         expect(name, getattr(slabs, name), torch.float16, (1, hidden), (experts, hidden))
     expect("up_suh", slabs.up_suh, torch.float16, tuple(slabs.gate_suh.shape))
-    expect("descriptors", _descriptors(slabs), torch.int32, (3 * slabs.stride,))
+    expect("places", slabs.places, torch.int32, (3, experts, 2))
+    if slabs.descriptors is not None:
+        expect("descriptors", slabs.descriptors, torch.int32, (3 * slabs.stride,))
     wrong.check(FormatError)
 
-    for projection, counts, row in zip(PROJECTIONS, (slabs.gate_n, slabs.up_n, slabs.down_n), _descriptors(slabs).view(3, -1), strict=True):
-        for expert, descriptor in enumerate(row[:experts].tolist()):
-            tier, index = descriptor >> 8, descriptor & 255
-            if descriptor < 0 or tier >= len(counts) or index >= counts[tier]:
+    for projection, counts, row in zip(PROJECTIONS, (slabs.gate_n, slabs.up_n, slabs.down_n), _places(slabs).tolist(), strict=True):
+        for expert, (tier, index) in enumerate(row):
+            if not 0 <= tier < len(counts) or not 0 <= index < counts[tier]:
                 expected = f"a tier of {len(counts)} and an index below its count"
-                wrong.add(f"{where}: expert {expert}: {projection}", "descriptor", expected=expected, found=descriptor)
+                wrong.add(f"{where}: expert {expert}: {projection}", "descriptor", expected=expected, found=[tier, index])
     wrong.check(FormatError)
 
 
-def _descriptors(slabs: Slabs) -> Tensor:
+def _places(slabs: Slabs) -> Tensor:
+    """[3, E, 2]: tier and index of every matrix, as the descriptors have them where there are any."""
     if slabs.descriptors is None:
-        where = f"layer {slabs.layer} rank {slabs.rank}"
-        raise UnsupportedError(complain(where, "tiers", expected="at most 256 matrices of one projection in a tier", found="more"))
-    return slabs.descriptors
+        return slabs.places
+    rows = slabs.descriptors.view(3, -1)[:, : slabs.experts]
+    return torch.stack((rows >> 8, rows & 255), dim=-1)
 
 
 # ---------------------------------------------------------------- the truth
@@ -116,13 +123,10 @@ def _descriptors(slabs: Slabs) -> Tensor:
 def expert_matrices(slabs: Slabs, expert: int) -> tuple[Matrix, Matrix, Matrix]:
     """Gate, up and down of one expert as the slabs have them: what the kernel multiplies by.
 
-    Raises:  UnsupportedError for slabs without descriptors.
     Source:  FORMAT.md section 5.
     """
     found = []
-    for row in range(3):
-        descriptor = int(_descriptors(slabs)[row * slabs.stride + expert])
-        tier, index = descriptor >> 8, descriptor & 255
+    for row, (tier, index) in enumerate(_places(slabs)[:, expert].tolist()):
         plane = (slabs.w13, slabs.w13, slabs.w2)[row][tier][index + (slabs.gate_n[tier] if row == 1 else 0)]
         found.append((plane, slabs.tiers[tier]))
     gate_svh, up_svh, down_suh = torch.split(slabs.rotations[expert], slabs.inner)
@@ -215,8 +219,8 @@ def _aligned(at: int) -> int:
 
 
 def moe_scratch_bytes(experts: Experts, batch: int, topk: int) -> int:
-    """Bytes of scratch that moe_forward needs for this batch; 0 without a GPU. A smaller batch may need more: more splits."""
-    if experts.device.type != "cuda":
+    """Bytes of scratch that moe_forward needs for this batch; 0 without the kernel. A smaller batch may need more: more splits."""
+    if not experts.fused:
         return 0
     return max((_plan(experts, part.stop - part.start, topk).nbytes for part in _turns(batch)), default=0)
 
@@ -242,7 +246,7 @@ def moe_forward(
     """
     _check_call(x, topk_ids, topk_weights, experts, out)
     out = torch.empty_like(x) if out is None else out
-    if x.device.type != "cuda":
+    if not experts.fused:
         return out.copy_(moe_reference(x, topk_ids, topk_weights, experts.slabs, dtype=torch.float16))
     batch, topk = topk_ids.shape
     need = moe_scratch_bytes(experts, batch, topk)
@@ -289,6 +293,8 @@ def _kernel(door: str, device: torch.device) -> Kernel:
 
 def _launch(x: Tensor, topk_ids: Tensor, topk_weights: Tensor, experts: Experts, scratch: Tensor, out: Tensor) -> None:
     slabs, device = experts.slabs, experts.device
+    descriptors = slabs.descriptors
+    assert descriptors is not None, "the kernel is not asked without them"
     tokens, topk = topk_ids.shape
     hidden, inner, pairs = slabs.hidden, slabs.inner, tokens * topk
     plan = _plan(experts, tokens, topk)
@@ -309,7 +315,7 @@ def _launch(x: Tensor, topk_ids: Tensor, topk_weights: Tensor, experts: Experts,
         items = (at["items"], at["order"]) if routed else (0, 0)
         planes = ([tier.data_ptr() for tier in tiers] + [0, 0])[:3]
         tables = (
-            _descriptors(slabs).data_ptr() + 4 * row * slabs.stride,
+            descriptors.data_ptr() + 4 * row * slabs.stride,
             slabs.stride,
             *planes,
             _packed(slabs.tiers),

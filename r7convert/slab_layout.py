@@ -71,18 +71,20 @@ class SlabLayout:
             columns.append([k_of[expert] for expert in range(self.experts)])
         return [list(row) for row in zip(*columns, strict=True)]
 
+    def places(self) -> list[list[tuple[int, int]]]:
+        """(tier, index in the tier) of every expert, rows gate, up, down."""
+        made = []
+        for table in (self.gates, self.ups, self.downs):
+            place_of = {expert: (t, at) for t, ids in enumerate(table) for at, expert in enumerate(ids)}
+            made.append([place_of[expert] for expert in range(self.experts)])
+        return made
+
     def descriptors(self) -> list[int] | None:
         """[3 * stride], rows gate, up, down: (t << 8) | index in the tier; -1 from entry E on. None: see has_descriptors."""
         if not self.has_descriptors:
             return None
-        made = []
-        for table in (self.gates, self.ups, self.downs):
-            row = [-1] * self.stride
-            for t, ids in enumerate(table):
-                for at, expert in enumerate(ids):
-                    row[expert] = (t << 8) | at
-            made += row
-        return made
+        unused = [-1] * (self.stride - self.experts)
+        return [entry for row in self.places() for entry in (*((t << 8) | at for t, at in row), *unused)]
 
 
 def plan_slabs(bits: Sequence[Sequence[int]], *, hidden: int, inner: int) -> SlabLayout:

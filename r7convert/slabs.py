@@ -45,7 +45,7 @@ class Slabs:
     Shapes:  w13[t] int16 [gate_n[t] + up_n[t], H/16, I_r/16, 16K], up planes from gate_n[t] on; w2[t] int16 [down_n[t], I_r/16,
              H/16, 16K]; a count of 0 gives [0, ...]. rotations float16 [E, 3*I_r], columns gate svh, up svh, down suh.
              gate_suh, up_suh, down_svh float16 [1, H] or [E, H]. route_map int32 [E]; descriptors int32 [3*stride], or None
-             where a tier holds more than 256 experts of one projection.
+             where a tier holds more than 256 experts of one projection; places int32 [3, E, 2], tier and index, are there always.
     Note:    the mapping is private: writing to a tensor changes this process's copy of the page, never the file.
     """
 
@@ -70,6 +70,7 @@ class Slabs:
     down_svh: Tensor
     route_map: Tensor
     descriptors: Tensor | None
+    places: Tensor
 
 
 def open_slabs(folder: str | os.PathLike[str], layer: int, rank: int) -> Slabs:
@@ -127,6 +128,7 @@ def open_slabs(folder: str | os.PathLike[str], layer: int, rank: int) -> Slabs:
         down_svh=table(placed.down_svh, torch.float16),
         route_map=torch.arange(layout.experts, dtype=torch.int32),
         descriptors=None if descriptors is None else torch.tensor(descriptors, dtype=torch.int32),
+        places=torch.tensor(layout.places(), dtype=torch.int32),
     )
 
 

@@ -92,6 +92,7 @@ def random_slabs(
         down_svh=down_svh,
         route_map=torch.arange(experts, dtype=torch.int32, device=device),
         descriptors=None if descriptors is None else torch.tensor(descriptors, dtype=torch.int32, device=device),
+        places=torch.tensor(layout.places(), dtype=torch.int32, device=device),
     )
 
     def plane(table: tuple[Tensor, ...], ids: tuple[tuple[int, ...], ...], expert: int, first: Sequence[int]) -> tuple[Tensor, int]:

@@ -160,7 +160,6 @@ class TestChecks:
         ("change", "message"),
         [
             (lambda s: {"tiers": (3, 4, 7)}, "tiers"),
-            (lambda s: {"descriptors": None}, "256 matrices"),
             (lambda s: {"hidden": 192}, "multiple of 128"),
         ],
     )
@@ -169,10 +168,17 @@ class TestChecks:
         with pytest.raises(UnsupportedError, match=message):
             check_slabs(replace(slabs, **change(slabs)))
 
-    def test_no_descriptors_no_reference(self) -> None:
-        slabs, _ = make()
-        with pytest.raises(UnsupportedError, match="256 matrices"):
-            moe_reference(*random_call(2, 1, slabs), replace(slabs, descriptors=None))
+    def test_a_tier_of_more_than_256_is_computed_by_the_codec(self) -> None:
+        slabs, source = make([(4, 4, 4)] * 257 + [(3, 3, 3)], hidden=128)
+        assert slabs.descriptors is None
+        x, _, weights = random_call(3, 2, slabs)
+        call = x, torch.tensor([[256, 0], [257, 255], [1, 256]], dtype=torch.int32), weights
+        assert not load_experts(slabs, "cpu").fused
+        assert relative_l2(moe_reference(*call, slabs), source.forward(*call)) < 1e-12
+        places = slabs.places.clone()
+        places[1, 3, 1] = 257
+        with pytest.raises(FormatError, match="expert 3: up_proj: descriptor"):
+            check_slabs(replace(slabs, places=places))
 
     @pytest.mark.parametrize(
         ("change", "message"),
