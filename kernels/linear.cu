@@ -52,7 +52,7 @@ __global__ void __launch_bounds__(32 * MAX_WARPS, blocks_a_processor<NB>) linear
         rows,
         rows,
     };
-    multiply<NB, DEPTH>(int(bits), share, staged);
+    multiply<NB, DEPTH>(int(bits), share, staged, wait_for_inputs);
 }
 
 // Sums the splits, rotates, scales, rounds once. One warp, one token, 128 channels; a row of out is the first matrix's

@@ -26,10 +26,10 @@ namespace r7 {
 
 constexpr int STEP = 4;   // tiles of in-channels a stage
 constexpr int STRIP = 4;  // tiles of out-channels a warp owns
-constexpr int MAX_WARPS = 8;
+constexpr int MAX_WARPS = 4;
 
 template <int NB>
-constexpr int blocks_a_processor = NB == 1 ? 3 : 2;  // of MAX_WARPS
+constexpr int blocks_a_processor = NB == 1 ? 6 : 4;  // of MAX_WARPS
 
 // Terms apart (true) or added and rounded to fp16 (false), by blocks of 8 tokens.
 template <int NB>
@@ -158,10 +158,10 @@ struct Share {
 };
 
 // Dynamic shared memory: DEPTH * (STEP * 8*NB * token_pieces + warps * STEP * STRIP * 2K) pieces of 16 bytes. All threads call it,
-// after a barrier behind `from` and `to`; the words of the first stages are under way before wait_for_inputs(), everything else
-// waits for it.
-template <int K, int NB, int DEPTH>
-__device__ __forceinline__ void multiply(const Share& share, uint4* staged) {
+// after a barrier behind `from` and `to`; the words of the first stages are under way before wait(), by which all threads wait for
+// `tokens`.
+template <int K, int NB, int DEPTH, class Wait>
+__device__ __forceinline__ void multiply(const Share& share, uint4* staged, const Wait& wait) {
     constexpr int pieces = token_pieces<NB>;
     constexpr int stage_tokens = STEP * 8 * NB * pieces;  // 16-byte pieces of a stage: of activations,
     constexpr int stage_words = STEP * STRIP * 2 * K;     // and of one warp's trellis words
@@ -179,7 +179,7 @@ __device__ __forceinline__ void multiply(const Share& share, uint4* staged) {
         const int piece = lane + 32 * i;
         words_at[i] = piece / row_words * u32(share.tiles_pitch) + piece % row_words;
     }
-    // A stage of activations is [in-tile][token][piece]. A thread's pieces are of one token: blocks have 64, 128 or 256
+    // A stage of activations is [in-tile][token][piece]. A thread's pieces are of one token: blocks have 64 or 128
     // threads, and 8 * NB * pieces is 32 or 64.
     const int token = threadIdx.x / pieces % (8 * NB);
     const bool valid = token < share.count;
@@ -202,7 +202,7 @@ __device__ __forceinline__ void multiply(const Share& share, uint4* staged) {
 #pragma unroll
     for (u32 stage = 0; stage < DEPTH - 1; ++stage)
         if (stage < stages) fetch_words(stage);
-    wait_for_inputs();
+    wait();
 #pragma unroll
     for (u32 stage = 0; stage < DEPTH - 1; ++stage) {
         if (stage < stages) fetch_tokens(stage);
@@ -273,13 +273,13 @@ __device__ __forceinline__ void multiply(const Share& share, uint4* staged) {
 }
 
 // The same, K being known at run time; K is one for the whole block.
-template <int NB, int DEPTH>
-__device__ __forceinline__ void multiply(int bits, const Share& share, uint4* staged) {
+template <int NB, int DEPTH, class Wait>
+__device__ __forceinline__ void multiply(int bits, const Share& share, uint4* staged, const Wait& wait) {
     switch (bits) {
-        case 3: return multiply<3, NB, DEPTH>(share, staged);
-        case 4: return multiply<4, NB, DEPTH>(share, staged);
-        case 5: return multiply<5, NB, DEPTH>(share, staged);
-        case 6: return multiply<6, NB, DEPTH>(share, staged);
+        case 3: return multiply<3, NB, DEPTH>(share, staged, wait);
+        case 4: return multiply<4, NB, DEPTH>(share, staged, wait);
+        case 5: return multiply<5, NB, DEPTH>(share, staged, wait);
+        case 6: return multiply<6, NB, DEPTH>(share, staged, wait);
     }
 }
 

@@ -10,13 +10,20 @@ constexpr int BLOCK = 128;  // channels of a Hadamard block; a lane holds four i
 
 enum Kind : int { FLOAT32 = 0, FLOAT16 = 1, BFLOAT16 = 2 };
 
-// The kernel before this one in the stream has written all it will (programmatic dependent launch; nothing to wait for
-// where the launch did not ask for it), and the next one may be brought up.
+// The next kernel in the stream may be brought up once all blocks of this one are (programmatic dependent launch).
+__device__ __forceinline__ void let_next_start() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+// The kernel before this one in the stream has written all it will (nothing to wait for where the launch did not ask for it), and
+// the next one may be brought up.
 __device__ __forceinline__ void wait_for_inputs() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");
-    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
+    let_next_start();
 }
 
 // Walsh-Hadamard transform of 128 numbers, four a lane, scaled by 1/sqrt(128). Butterflies in codec.hadamard_128's order.

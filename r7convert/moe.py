@@ -4,7 +4,7 @@
     scratch = torch.empty(moe_scratch_bytes(experts, batch, topk), dtype=torch.uint8, device="cuda")
     partial = moe_forward(x, topk_ids, topk_weights, experts, scratch=scratch)      # ranks are summed by the caller
 
-The kernels are kernels/moe.cu: five or six launches that a CUDA graph can capture, no host synchronisation, nothing allocated but
+The kernels are kernels/moe.cu: four or five launches that a CUDA graph can capture, no host synchronisation, nothing allocated but
 what the caller leaves out. Without a GPU, and where a tier outgrows the descriptors, moe_forward is moe_reference in float16: slow,
 and the same numbers.
 """
@@ -169,7 +169,6 @@ class _Plan:
     gate_up: Cut
     down: Cut
     max_items: int
-    activate_group: int
     combine_group: int
     offsets: dict[str, int]
     nbytes: int
@@ -194,24 +193,18 @@ def _plan_shapes(hidden: int, inner: int, experts: int, tokens: int, topk: int, 
     down = cut_product(inner, hidden, items=items, token_blocks=blocks, matrices=1, processors=multiprocessors)
     most_hit = min(pairs, experts)
     max_items = most_hit + (pairs - most_hit) // (8 * blocks) if pairs > MAX_UNROUTED else pairs
-    activate_group = choose_group(pairs * (inner // BLOCK), gate_up.splits, multiprocessors)
     combine_group = choose_group(tokens * (hidden // BLOCK), topk, multiprocessors)
 
     width = 4 if gate_up.terms_apart else 2
-    early = {f"in_{i}": rows * hidden * width for i in range(inputs)}
-    early["gate_up"] = gate_up.splits * 2 * pairs * inner * 4
-    late = {"down": down.splits * pairs * hidden * 4}  # written when `early` has been read for the last time
+    sizes = {f"in_{i}": rows * hidden * width for i in range(inputs)}
+    sizes |= {"order": pairs * 4, "items": max_items * 16, "down_in": pairs * inner * width}
+    sizes |= {"arrived": max_items * (gate_up.column_blocks // 2) * 4, "ready": max_items * 4}
+    sizes |= {"gate_up": gate_up.splits * 2 * pairs * inner * 4, "down": down.splits * pairs * hidden * 4}
     offsets: dict[str, int] = {}
     at = 0
-    for name, size in {"order": pairs * 4, "items": max_items * 16, "down_in": pairs * inner * width}.items():
+    for name, size in sizes.items():
         offsets[name], at = at, _aligned(at + size)
-    ends = []
-    for group in (early, late):
-        end = at
-        for name, size in group.items():
-            offsets[name], end = end, _aligned(end + size)
-        ends.append(end)
-    return _Plan(gate_up, down, max_items, activate_group, combine_group, offsets, max(ends))
+    return _Plan(gate_up, down, max_items, combine_group, offsets, at)
 
 
 def _aligned(at: int) -> int:
@@ -311,7 +304,10 @@ def _launch(x: Tensor, topk_ids: Tensor, topk_weights: Tensor, experts: Experts,
     def run_warps(door: str, warps: int, *arguments: object, first: bool = False) -> None:
         run(door, -(-warps // 8), 256, *arguments, first=first)
 
-    def multiply(cut: Cut, row: int, tiers: tuple[Tensor, ...], sources: tuple[int, ...], sides: tuple[int, int], to: int) -> None:
+    columns = gate_up.column_blocks // 2
+    counters = (at["arrived"], (at["ready"] - at["arrived"]) // 4 + plan.max_items)
+
+    def multiply(cut: Cut, row: int, tiers: tuple[Tensor, ...], sources: tuple[int, ...], sides: tuple[int, int], *to: object) -> None:
         items = (at["items"], at["order"]) if routed else (0, 0)
         planes = ([tier.data_ptr() for tier in tiers] + [0, 0])[:3]
         tables = (
@@ -321,27 +317,22 @@ def _launch(x: Tensor, topk_ids: Tensor, topk_weights: Tensor, experts: Experts,
             _packed(slabs.tiers),
             _packed(slabs.gate_n),
         )
-        grid = (plan.max_items, cut.column_blocks, cut.splits)
-        shared = cut.shared_bytes(max(slabs.tiers))
-        run(f"moe_product{cut.instance}", grid, 32 * cut.warps, *ids, *items, *tables, *sources, *sides, pairs, to, shared_bytes=shared)
+        grid = (cut.splits, cut.column_blocks, plan.max_items)
+        arguments = (*ids, *items, *tables, *sources, *sides, pairs, *to, at["arrived"], at["ready"], columns)
+        run(f"moe_product{cut.instance}", grid, 32 * cut.warps, *arguments, shared_bytes=cut.shared_bytes(max(slabs.tiers)))
 
     routed = pairs > MAX_UNROUTED
     if routed:
         route = (*ids, pairs, gate_up.item_tokens, plan.max_items, at["order"], at["items"])
-        run("moe_route<1024>", 1, 1024, *route, shared_bytes=12 * slabs.experts, first=True)
+        run("moe_route<1024>", 1, 1024, *route, shared_bytes=(12 + 2 * 32) * slabs.experts, first=True)
     rotations = (tokens if by_token else pairs) * (hidden // BLOCK) * (2 if second_in else 1)
     suh = (slabs.gate_suh, slabs.up_suh, slabs.gate_suh.shape[0])
-    run_warps(
-        f"moe_rotate<{apart}>", rotations, x, KINDS[x.dtype], *ids, *suh, at["in_0"], second_in, tokens, topk, hidden, first=not routed
-    )
+    rotate = (x, KINDS[x.dtype], *ids, *suh, at["in_0"], second_in, tokens, topk, hidden, *counters)
+    run_warps(f"moe_rotate<{apart}>", rotations, *rotate, first=not routed)
 
     rotated = (at["in_0"], second_in or at["in_0"], topk if by_token else 1)
-    multiply(gate_up, 0, slabs.w13, rotated, (hidden, inner), at["gate_up"])
-    group = plan.activate_group
-    activate = (at["gate_up"], gate_up.splits, *ids, slabs.rotations, pairs, inner, at["down_in"], group)
-    run_warps(f"moe_activate<{apart}>", pairs * (inner // BLOCK) * group, *activate)
-
-    multiply(down, 2, slabs.w2, (at["down_in"], 0, 1), (inner, hidden), at["down"])
+    multiply(gate_up, 0, slabs.w13, rotated, (hidden, inner), at["gate_up"], slabs.rotations, at["down_in"])
+    multiply(down, 2, slabs.w2, (at["down_in"], 0, 1), (inner, hidden), at["down"], 0, 0)
     group, one_svh = plan.combine_group, str(slabs.down_svh.shape[0] == 1).lower()
     combine = (at["down"], down.splits, *ids, topk_weights, slabs.down_svh, tokens, topk, hidden, out, KINDS[out.dtype], group)
     run_warps(f"moe_combine<{one_svh}>", tokens * (hidden // BLOCK) * group, *combine)

@@ -17,21 +17,13 @@ if TYPE_CHECKING:
 
 STAGE_CHANNELS = 64  # in-channels a stage of the pipeline
 STRIP_CHANNELS = 64  # out-channels a warp owns
-MAX_WARPS = 8
+MAX_WARPS = 4
 TOKEN_BLOCKS = (1, 2, 4)  # instantiations, in blocks of 8 tokens
 DEPTH = 2
 
-# What the choice of `splits` is made by, fitted to the sweeps on an H200 in docs/log.md. The unit is what a multiprocessor at full
-# speed takes for a stage of four warps. A block costs one for each 8 tokens besides its stages (prologue, sums out and in
-# again), a round of blocks five before its first stage is there; a multiprocessor reaches these shares of its speed with 4, 8,
-# ... 24 warps on it; and routes hit somewhat more or fewer experts than the mean.
-BLOCK_COST = 1.0
-ROUND_COST = 5.0
-SPEED = (0.3, 0.55, 0.73, 0.86, 0.94, 1.0)
-MARGIN = 1.04
+FILL = 0.95  # of the blocks the GPU holds at once that a product should have; fitted to the sweeps of docs/log.md on an H200
 MAX_SPLITS = 32
 MIN_STAGES = 2  # a block's least share of the in-channels
-FEW_ITEMS = 16  # up to which blocks are of eight warps: fewer blocks start sooner; above, of four, which spread more evenly
 
 
 @dataclass(frozen=True)
@@ -63,9 +55,9 @@ class Cut:
         return DEPTH * (self.item_tokens * token_bytes + self.warps * strip_bytes)
 
 
-def count_warps(out_side: int, most: int) -> int:
-    """Warps a block: the largest power of two up to `most` that leaves none without a strip."""
-    return math.gcd(out_side // STRIP_CHANNELS, most)
+def count_warps(out_side: int) -> int:
+    """Warps a block: the largest power of two up to MAX_WARPS that leaves none without a strip."""
+    return math.gcd(out_side // STRIP_CHANNELS, MAX_WARPS)
 
 
 def choose_token_blocks(tokens: float) -> int:
@@ -74,16 +66,10 @@ def choose_token_blocks(tokens: float) -> int:
 
 
 def choose_splits(in_side: int, blocks: float, *, warps: int, token_blocks: int, processors: int) -> int:
-    """Splits of the in-channels that should end first, `blocks` being the blocks of one split."""
-    stages = in_side // STAGE_CHANNELS
-    room = 4 * len(SPEED) // warps  # blocks a multiprocessor takes at once
-    best = (math.inf, 1)
-    for splits in range(1, max(1, min(stages // MIN_STAGES, MAX_SPLITS)) + 1):
-        each = math.ceil(max(1.0, blocks * MARGIN) * splits / processors)
-        speed = SPEED[max(1, min(each, room) * warps // 4) - 1]
-        work = each * (math.ceil(stages / splits) + BLOCK_COST * token_blocks) * warps / 4
-        best = min(best, (work / speed + ROUND_COST * math.ceil(each / room), splits))
-    return best[1]
+    """The fewest splits of the in-channels that fill the GPU once, `blocks` being the blocks of one split."""
+    room = processors * (24 if token_blocks == 1 else 16) // warps  # as kernels/product.cuh asks for
+    most = max(1, min(in_side // STAGE_CHANNELS // MIN_STAGES, MAX_SPLITS))
+    return min(most, math.ceil(FILL * room / max(1.0, blocks)))
 
 
 def choose_group(tasks: int, parts: int, processors: int) -> int:
@@ -96,7 +82,7 @@ def choose_group(tasks: int, parts: int, processors: int) -> int:
 
 def cut_product(in_side: int, out_side: int, *, items: float, token_blocks: int, matrices: int, processors: int) -> Cut:
     """The launch of `matrices` products of one shape, each met by `items` blocks of tokens."""
-    warps = count_warps(out_side, MAX_WARPS if items <= FEW_ITEMS else MAX_WARPS // 2)
+    warps = count_warps(out_side)
     column_blocks = out_side // (warps * STRIP_CHANNELS) * matrices
     splits = choose_splits(in_side, items * column_blocks, warps=warps, token_blocks=token_blocks, processors=processors)
     return Cut(token_blocks=token_blocks, warps=warps, splits=splits, column_blocks=column_blocks)

@@ -21,7 +21,7 @@ INSTANTIATIONS = {
     "moe.cu": [
         "moe_route<1024>",
         *(f"moe_product<{blocks},{DEPTH}>" for blocks in TOKEN_BLOCKS),
-        *(f"{name}<{flag}>" for name in ("moe_rotate", "moe_activate", "moe_combine") for flag in ("false", "true")),
+        *(f"{name}<{flag}>" for name in ("moe_rotate", "moe_combine") for flag in ("false", "true")),
     ],
     "linear.cu": [
         *(f"linear_product<{blocks},{DEPTH}>" for blocks in TOKEN_BLOCKS),

@@ -103,7 +103,7 @@ class Bench:
 
     def breakdown(self) -> str:
         """Microseconds of each launch, one after the other, no overlap."""
-        names = ("rotate", "gate_up", "activate", "down", "combine")
+        names = ("rotate", "gate_up", "down", "combine")
         names = names if self.batch * TOPK <= moe.MAX_UNROUTED else ("route", *names)
         launch = nvrtc.Kernel.launch
         nvrtc.Kernel.launch = lambda self, *a, **k: launch(self, *a, **{**k, "overlap": False})  # type: ignore[method-assign]
@@ -140,27 +140,29 @@ def report(experts: Experts, batches: list[int], bandwidth: float) -> None:
 
 def sweep(experts: Experts) -> None:
     """Splits of both products, and the depth of the pipeline."""
-    chosen = product.choose_splits
-    for depth in (2, 4):
-        product.DEPTH = depth
-        for batch in (1, 8, 32, 128):
-            bench = Bench(experts, batch, calls=max(2, CALLS[batch] // 2))
+    held = product.choose_splits, product.DEPTH
+    for batch, pairs in SWEEPS.items():
+        bench = Bench(experts, batch, calls=max(2, CALLS[batch] // 2))
+        for depth in (2, 3):
+            product.DEPTH = depth
             times = {}
-            for gate_up, down in SWEEPS[batch]:
+            for gate_up, down in pairs:
                 moe._plan_shapes.cache_clear()
-                product.choose_splits = lambda side, *_, g=gate_up, d=down: g if side == HIDDEN else d
+                product.choose_splits = lambda side, *_, g=gate_up, d=down, **__: g if side == HIDDEN else d
                 bench.prepare()
                 times[gate_up, down] = bench.time()
-            print(f"depth {depth} batch {batch}: " + "  ".join(f"{g}/{d} {t:.1f}" for (g, d), t in times.items()), flush=True)
-    product.choose_splits, product.DEPTH = chosen, 2
+            found = "  ".join(f"{g}/{d} {t:.1f}" for (g, d), t in times.items())
+            print(f"batch {batch}, depth {depth}: {found}", flush=True)
+    product.choose_splits, product.DEPTH = held
     moe._plan_shapes.cache_clear()
 
 
 SWEEPS = {
-    1: [(12, 2), (16, 4), (24, 2), (24, 4), (32, 4)],
-    8: [(2, 1), (4, 1), (6, 1), (8, 1), (4, 2)],
+    1: [(16, 4), (24, 2), (24, 4), (32, 4), (48, 4)],
+    8: [(3, 1), (4, 1), (6, 1), (8, 1), (12, 1), (6, 2)],
     32: [(1, 1), (2, 1), (3, 1), (4, 1)],
-    128: [(1, 1), (2, 1), (3, 1), (4, 1)],
+    128: [(1, 1), (2, 1), (3, 1)],
+    1024: [(1, 1), (2, 1)],
 }
 
 
@@ -188,7 +190,8 @@ def linear(bandwidth: float) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--sweep", action="store_true")
+    parser.add_argument("--sweep", action="store_true", help="variants of the cut, and nothing else")
+    parser.add_argument("--batches", default="", help="only these, with commas")
     parser.add_argument("--once", type=int, help="run this batch size once, for a profiler")
     options = parser.parse_args()
     if options.once:
@@ -201,9 +204,11 @@ def main() -> None:
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}; copy {bandwidth / 1e9:.0f} GB/s")
     print(f"H {HIDDEN}, I_r {INNER}, E {EXPERTS}, top-{TOPK}; K3 and K4 mixed")
     mixed = make((3, 4))
-    report(mixed, [1, 8, 32, 128, 1024] if options.quick else list(CALLS), bandwidth)
     if options.sweep:
         sweep(mixed)
+        return
+    batches = [int(batch) for batch in options.batches.split(",") if batch] or ([1, 8, 32, 128, 1024] if options.quick else list(CALLS))
+    report(mixed, batches, bandwidth)
     if not options.quick:
         for pool in ((3,), (4,), (6,)):
             print(f"K{pool[0]} alone")
