@@ -201,7 +201,7 @@ def verify(
     source: Annotated[Path | None, typer.Option(metavar="SRC", help="The checkpoint it was made from, to compare every tensor.")] = None,
     tp: Annotated[int | None, typer.Option(help="Ranks of the server that will load it.", show_default=False)] = None,
     reader: Annotated[Reader | None, typer.Option(help="Stock release that will load it.")] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Compare a sample of the layers of experts, and say which share.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Hash, compare and compute a sample, and say which.")] = False,
     activations: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="A safetensors file with one tensor [N, H] to compute with.", show_default=False),

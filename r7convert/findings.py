@@ -12,6 +12,8 @@ Json = Any
 State = Literal["passed", "failed", "skipped"]
 
 PARTS = ("seal", "contract", "bytes", "numbers")
+LONG_BYTES = 10**9
+"""From here on a part says beforehand how much it reads."""
 
 
 @dataclass(slots=True)

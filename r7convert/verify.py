@@ -24,19 +24,19 @@ from r7convert.contract import INDEX, TARGETS, Claims, check_contract
 from r7convert.devices import find_devices
 from r7convert.errors import FormatError, UsageError, complain
 from r7convert.evidence import Evidence, gather, is_mtp
-from r7convert.findings import Part
+from r7convert.findings import LONG_BYTES, Part
 from r7convert.format import HADAMARD, MAX_SIZE, STOCK_READERS, is_int
 from r7convert.geometry import parse_geometry
-from r7convert.journal import MANIFEST, VERDICT, Manifest, locked, manifest_digest
+from r7convert.journal import MANIFEST, VERDICT, locked, manifest_digest
 from r7convert.progress import Progress
-from r7convert.seal import check_seal
+from r7convert.seal import Sealed, check_seal
 from r7convert.store import PARTIAL, STATE_DIR, check_disjoint, check_plain_name, read_json
 from r7convert.team import Team
 from r7convert.verdict import Verdict, write_verdict
 from r7convert.verify_bytes import REENCODED, UNREAD, Compared, compare_carried, compare_layer
 from r7convert.verify_errors import check_errors
 from r7convert.verify_files import compare_config, compare_files, compare_metadata, is_r7
-from r7convert.verify_numbers import LONG_BYTES, check_numbers, choose_layers, read_activations
+from r7convert.verify_numbers import check_numbers, choose_layers, read_activations
 
 if TYPE_CHECKING:
     import torch
@@ -68,8 +68,9 @@ def verify(
 
     `tp` and `reader` are what the caller means to serve with; None takes what the manifest states. With `source` the part
     bytes compares every tensor with it, and numbers computes from slabs what the source's experts compute, on `device`; `quick`
-    samples the layers of both, and the parts say so. `activations` is a file with a tensor [N, H] to take in place of random
-    ones. In a team files and tensors are shared; rank 0 has the verdict and writes it.
+    samples the files that are hashed, the layers of both and the matrices that are measured, and the parts say so. `activations` is
+    a file with a tensor [N, H] to take in place of random ones. In a team files and tensors are shared; rank 0 has the verdict and
+    writes it.
 
     Raises:  UsageError for folders that cannot be meant, ResourceError if the verdict cannot be written.
     Source:  DESIGN.md "Verification".
@@ -86,8 +87,8 @@ def verify(
         if not source.is_dir():
             raise UsageError(complain(source, "source", expected="a checkpoint folder", found="none"))
         check_disjoint(source, folder)
-    elif quick or activations is not None:
-        raise UsageError(complain("--quick, --activations", "of the comparison with a source", expected="--source", found="none"))
+    elif activations is not None:
+        raise UsageError(complain("--activations", "for the comparison with a source", expected="--source", found="none"))
     effort = _Effort(
         find_devices(device, team.local_rank) if source else [], quick, read_activations(activations, folder) if activations else None
     )
@@ -115,7 +116,8 @@ def _judge(
     seal, contract, compared = Part("seal"), Part("contract"), Part("bytes")
     numbers = Part("numbers", why_skipped="no source was given" if source is None else "it computes from what the contract promises")
     parts = (seal, contract, compared, numbers)
-    manifest = check_seal(folder, seal, threads=threads, progress=progress, team=team)
+    sealed = check_seal(folder, seal, threads=threads, progress=progress, team=team, quick=effort.quick)
+    manifest = sealed.manifest
     digest = manifest_digest(folder) if (folder / MANIFEST).is_file() else ""
     facts = manifest.facts if manifest else {}
     target, stated_tp = facts.get("target"), facts.get("tp")
@@ -137,17 +139,16 @@ def _judge(
         if source is None:
             compared.why_skipped = "no source was given"
         else:
-            theirs = _compare(source, output, manifest, compared, threads=threads, progress=progress, team=team, quick=effort.quick)
+            theirs = _compare(source, output, sealed, compared, threads=threads, progress=progress, team=team, quick=effort.quick)
             # What the headers do not promise is not decoded.
             promised = team.first((not contract.failures, not compared.failures), "its tensors were compared")
             if all(promised):
-                check_errors(theirs, output, facts, numbers, progress, team)
+                check_errors(theirs, output, facts, numbers, progress, team, quick=effort.quick)
             if target not in ("rank-sliced", "slabs"):
                 numbers.why_skipped = numbers.why_skipped and f"target {target} has no slabs: bytes covers it whole"
             elif promised[0]:
-                on = effort.devices
-                given = effort.activations
-                check_numbers(theirs, output, facts, numbers, progress, team, devices=on, quick=effort.quick, activations=given)
+                how: dict[str, Any] = {"devices": effort.devices, "quick": effort.quick, "activations": effort.activations}
+                check_numbers(theirs, output, facts, numbers, progress, team, sealed=sealed, **how)
     verdict = Verdict(digest, str(target or ""), judged_tp if manifest else 0, reader, parts)
     if team.is_first:
         write_verdict(folder, verdict)
@@ -170,11 +171,13 @@ def _check_claims(part: Part, facts: Mapping[str, Json], asked: int | None) -> N
 
 
 def _compare(
-    source_folder: Path, output: Evidence, manifest: Manifest, part: Part, *, threads: int, progress: Progress, team: Team, quick: bool
+    source_folder: Path, output: Evidence, sealed: Sealed, part: Part, *, threads: int, progress: Progress, team: Team, quick: bool
 ) -> Evidence:
     """Every tensor of the source against the output's and back, then JSON and files; hands the source's headers back."""
     headers = part.check("the source's headers are sound", "files")
     source = gather(source_folder, _source_shards(source_folder), headers)
+    manifest = sealed.manifest
+    assert manifest is not None, "without one nothing is compared"
     facts = manifest.facts
     last_layer = _last_layer(output.folder) if facts.get("drop_mtp") is True else None
     dropped = {name for name in source.tensors if last_layer is not None and is_mtp(name, last_layer + 1)}
@@ -183,7 +186,7 @@ def _compare(
     skipped = sum(entry.nbytes for layer in layers if layer not in read for entry in source.expert_tensors.get(layer, ()))
     nbytes = sum(entry.nbytes for entry in source.tensors.values()) - skipped
     if team.is_first and nbytes > LONG_BYTES:
-        progress.say(f"bytes: {nbytes / 1e9:.1f} GB of the source to read, and as much of the output")
+        progress.say(f"bytes: {nbytes / 1e9:.1f} GB of the source to read, and as much of the output{sealed.forecast(2 * nbytes)}")
     progress.start(nbytes, "bytes")
     done = Compared(part)
     mine: list[tuple[int, Compared]] = []

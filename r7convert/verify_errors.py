@@ -30,10 +30,16 @@ Json = Any
 SAME = 1e-3  # of a stated figure: sums in another order and float32 in between
 REMARKABLE, ABSURD = 1.25, 4.0  # times the figure for Gaussian weights
 WORTH_NAMING = 3
+QUICK_MATRICES = 16
+"""--quick measures one in so many, the first of each sort among them."""
 
 
-def check_errors(source: Evidence, output: Evidence, facts: Mapping[str, Json], part: Part, progress: Progress, team: Team) -> None:
-    """Judge every matrix whose K changed and every weight that was encoded; the part is left skipped where there is none."""
+def check_errors(
+    source: Evidence, output: Evidence, facts: Mapping[str, Json], part: Part, progress: Progress, team: Team, *, quick: bool = False
+) -> None:
+    """Judge every matrix whose K changed and every weight that was encoded, or of each a sample that the scope states; the part is
+    left skipped where there is none.
+    """
     stated, encoded = (value if isinstance(value := facts.get(key), dict) else {} for key in ("reencoded", "encoded"))
     changed = list(_changed(source, output)) if stated else []  # a K that nobody claims to have changed is the bytes part's to name
     weights = [
@@ -42,20 +48,26 @@ def check_errors(source: Evidence, output: Evidence, facts: Mapping[str, Json], 
     if not weights and not stated:
         return
     part.why_skipped = ""
-    nbytes = sum(entry.nbytes for _, _, before, _ in team.share(changed) for entry in before)
-    progress.start(nbytes + sum(entry.nbytes for entry in team.share(weights)), "errors")
+    measured = changed[::QUICK_MATRICES] if quick else changed
+    read = weights[::QUICK_MATRICES] if quick else weights
+    nbytes = sum(entry.nbytes for _, _, before, _ in team.share(measured) for entry in before)
+    progress.start(nbytes + sum(entry.nbytes for entry in team.share(read)), "errors")
     with Payloads(source.folder) as old, Payloads(output.folder) as new:
-        recoded = {item[0]: _recoded_error(item, old, new, progress) for item in team.share(changed)}
-        errors = {entry.name: _encoded_error(entry, output, old, new, progress) for entry in team.share(weights)}
+        recoded = {item[0]: _recoded_error(item, old, new, progress) for item in team.share(measured)}
+        errors = {entry.name: _encoded_error(entry, output, old, new, progress) for entry in team.share(read)}
     for recoded_there, errors_there in team.gather((recoded, errors), "its matrices were decoded"):
         recoded |= recoded_there
         errors |= errors_there
     if not team.is_first:
         return
     if stated:
-        _judge_recoded(changed, recoded, stated, facts, part)
+        named = part.check("matrices of another K are those the manifest names", "matrices")
+        named.same("MANIFEST.json: reencoded", "modules", expected=sorted(module for module, *_ in changed), found=sorted(stated))
+        _judge_recoded(measured, recoded, stated, facts, part)
+        _name_worst(part, "matrices of another K", recoded, len(changed))
     if weights:
-        _judge_encoded(weights, errors, output, encoded, part)
+        _judge_encoded(read, errors, output, encoded, part)
+        _name_worst(part, "encoded matrices", errors, len(weights))
 
 
 Changed = tuple[str, str, list[TensorEntry], list[TensorEntry]]
@@ -110,8 +122,6 @@ def _encoded_error(entry: TensorEntry, output: Evidence, old: Payloads, new: Pay
 def _judge_recoded(
     changed: list[Changed], errors: Mapping[str, float], stated: Mapping[str, Json], facts: Mapping[str, Json], part: Part
 ) -> None:
-    named = part.check("matrices of another K are those the manifest names", "matrices")
-    named.same("MANIFEST.json: reencoded", "modules", expected=sorted(module for module, *_ in changed), found=sorted(stated))
     check = part.check("lifted and lowered matrices: error against what they came from", "matrices")
     policy = facts.get("policy")
     from_payload = not (isinstance(policy, dict) and policy.get("reference"))
@@ -122,7 +132,6 @@ def _judge_recoded(
         check.expect((what.get("from"), what.get("to")) == (bits, new_bits), module, "K", expected=[bits, new_bits], found=said)
         bound = expected_step(bits, new_bits).step if from_payload and {bits, new_bits} <= FRESH.keys() else None
         _judge(check, module, errors[module], what.get("relative_error"), bound)
-    _name_worst(part, "matrices of another K", errors)
 
 
 def _judge_encoded(
@@ -136,7 +145,6 @@ def _judge_encoded(
         what = said if isinstance(said, dict) else {}
         check.same(module, "K", expected=bits, found=what.get("bits"))
         _judge(check, module, errors[entry.name], what.get("relative_error"), FRESH.get(bits))
-    _name_worst(part, "encoded matrices", errors)
 
 
 def _judge(check: Check, module: str, error: float, stated: Json, gaussian: float | None) -> None:
@@ -149,12 +157,13 @@ def _judge(check: Check, module: str, error: float, stated: Json, gaussian: floa
             check.note(f"{module}: error {error:.3g}, {error / gaussian:.2f} times that of Gaussian weights")
 
 
-def _name_worst(part: Part, what: str, errors: Mapping[str, float]) -> None:
+def _name_worst(part: Part, what: str, errors: Mapping[str, float], of: int) -> None:
     if errors:
         worst = sorted(((error, name.removesuffix(".weight")) for name, error in errors.items()), reverse=True)[:WORTH_NAMING]
         mean = math.fsum(errors.values()) / len(errors)
         named = ", ".join(f"{name} {error:.3g}" for error, name in worst)
-        part.scope.append(f"{what}: {len(errors):,} decoded by the codec, mean error {mean:.3g}, worst {named}")
+        count = f"{len(errors):,}" if len(errors) == of else f"{len(errors):,} of {of:,}, a sample,"
+        part.scope.append(f"{what}: {count} decoded by the codec, mean error {mean:.3g}, worst {named}")
 
 
 def _whole(payloads: Payloads, pieces: list[TensorEntry], axis: int) -> Tensor:

@@ -17,9 +17,11 @@ import numpy as np
 from r7convert.devices import work_on
 from r7convert.errors import FormatError, R7Error, UnsupportedError, UsageError, complain
 from r7convert.evidence import HIDDEN_FIELD, Evidence, LayerExperts, Payloads
-from r7convert.findings import Part
+from r7convert.findings import LONG_BYTES, Part
 from r7convert.format import PROJECTIONS, expert_module
 from r7convert.progress import Progress
+from r7convert.seal import Sealed
+from r7convert.slab_layout import MAX_TIER
 from r7convert.slabs import open_slabs, read_sidecar
 from r7convert.store import read_json
 from r7convert.team import Team
@@ -38,7 +40,6 @@ CPU_WEIGHTS = 1 << 27
 """Weights of a layer that are decoded without a GPU: 3 experts of GLM-5.2, seconds a layer."""
 QUICK_LAYERS, QUICK_EXPERTS = 8, 4
 """--quick takes one in so many."""
-LONG_BYTES = 10**9
 
 
 def choose_layers(layers: Sequence[int], *, quick: bool) -> list[int]:
@@ -94,6 +95,7 @@ def check_numbers(
     team: Team,
     *,
     devices: Sequence[torch.device],
+    sealed: Sealed,
     quick: bool = False,
     activations: Tensor | None = None,
 ) -> None:
@@ -121,7 +123,8 @@ def check_numbers(
         tasks.append(Task(layer, experts, 2 * share))
     total = sum(task.nbytes for task in tasks)
     if team.is_first and total > LONG_BYTES:
-        progress.say(f"numbers: {len(tasks)} of {len(there)} layers on {devices[0].type}, {total / 1e9:.1f} GB to read and decode")
+        how_much = f"{len(tasks)} of {len(there)} layers on {devices[0].type}, {total / 1e9:.1f} GB to read and decode"
+        progress.say(f"numbers: {how_much}{sealed.forecast(total)}")
     mine = team.share(tasks)
     progress.start(sum(task.nbytes for task in mine), "numbers")
 
@@ -141,6 +144,11 @@ def check_numbers(
     sampled = "" if count == of else ", a sample"
     whole = f"{len(tasks)} of {len(there)} layers, {count:,} of {of:,} experts{sampled}"
     part.scope.append(f"slabs, {how}: {whole}, {tp} rank{'s' if tp > 1 else ''} summed, {tokens}")
+    wide = [str(task.layer) for task in tasks if not layers[task.layer][0].has_descriptors]
+    if on_gpu and wide:
+        part.scope.append(
+            f"by the codec, having no descriptors (over {MAX_TIER} matrices of one projection in a tier): layers {', '.join(wide)}"
+        )
     _summarize(part)
 
 

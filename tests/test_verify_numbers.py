@@ -24,10 +24,12 @@ from r7convert.format import PROJECTIONS
 from r7convert.journal import read_manifest
 from r7convert.moe import load_experts
 from r7convert.repack import repack
+from r7convert.seal import choose_files
 from r7convert.slabs import Slabs, open_slabs
 from r7convert.terminal import Terminal
 from r7convert.verdict import Verdict
 from r7convert.verify import verify
+from r7convert.verify_errors import QUICK_MATRICES
 from r7convert.verify_layer import BOUND, draw_call, judge_layer
 from r7convert.verify_numbers import CPU_WEIGHTS, choose_experts, choose_layers, read_matrix
 from tests import folders, tamper
@@ -82,12 +84,28 @@ def test_good_slabs_pass_and_say_what_was_computed(source: Path, slabs: Path) ->
 def test_a_long_run_says_beforehand_how_much_it_reads(
     source: Path, slabs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for module in ("verify", "verify_numbers"):
+    for module in ("seal", "verify", "verify_numbers"):
         monkeypatch.setattr(f"r7convert.{module}.LONG_BYTES", 1000)
     verify(slabs, source=source, progress=Terminal().progress())
     said = capsys.readouterr().err
-    assert re.search(r"bytes: \d+\.\d GB of the source to read", said)
-    assert re.search(r"numbers: 2 of 2 layers on \w+, \d+\.\d GB to read and decode", said)
+    rate = r": \d+ s or more at the \d+\.\d\d GB/s of the seal"
+    assert re.search(r"seal: \d+\.\d GB to hash", said)
+    assert re.search(rf"bytes: \d+\.\d GB of the source to read, and as much of the output{rate}", said)
+    assert re.search(rf"numbers: 2 of 2 layers on \w+, \d+\.\d GB to read and decode{rate}", said)
+
+
+def test_tiers_that_outgrow_descriptors_are_judged(tmp_path: Path) -> None:
+    """288 experts of one K: no descriptors, so that a GPU's kernel does not take them; the codec does, and names what is wrong."""
+    sample = folders.sample(tmp_path / "s", hidden=128, intermediate=128, experts=288, layers=4, mtp="none", mode="one-k")
+    repack(sample, tmp_path / "o", target="slabs", tp=1)
+    assert open_slabs(tmp_path / "o", 3, 0).descriptors is None
+    part = numbers(verify(tmp_path / "o", source=sample))
+    assert part.state == "passed"
+    assert part.layers["3"]["relative_l2"] < BOUND / 4
+    harm = tamper.with_data(lambda data: bytes(len(data) // 2) + data[len(data) // 2 :])
+    tamper.change_tensor(tmp_path / "o", r"layers\.3\..*\.287\.down_proj\.rank0\.trellis", harm)
+    tamper.reseal(tmp_path / "o")
+    assert any("layer 3: expert 287: rank 0: down_proj" in line for line in shown(numbers(verify(tmp_path / "o", source=sample))))
 
 
 def test_reencoded_layers_have_a_bound_of_their_own(source: Path, tmp_path: Path) -> None:
@@ -119,6 +137,42 @@ def test_quick_samples_layers_and_experts_and_says_so(tmp_path: Path) -> None:
         tamper.reseal(tmp_path / "o")
         assert (verify(tmp_path / "o", source=many, quick=True).parts[2].state == "failed") is seen
         tamper.change_tensor(tmp_path / "o", rf"layers\.{layer}\..*\.0\.gate_proj\.rank0\.trellis", harm)
+
+
+def test_quick_hashes_a_sample_of_the_weights_and_says_so(source: Path, tmp_path: Path) -> None:
+    repack(source, tmp_path / "o", target="slabs", tp=2)
+    files = read_manifest(tmp_path / "o").files
+    weights = sorted(name for name in files if name.endswith(".safetensors"))
+    assert len(weights) >= 3
+    hashed = choose_files(files, quick=True)
+    assert set(hashed) & set(weights) == {weights[0], *weights[8::8], weights[-1]}
+    assert set(files) - set(hashed) == set(weights) - set(hashed), "files beside the weights are all hashed"
+    assert choose_files(files, quick=False) == list(files)
+    verdict = verify(tmp_path / "o", quick=True)
+    verdict.check()
+    whole, some = (sum(files[name].size for name in names) for names in (files, hashed))
+    said = f"quick: {len(hashed)} of {len(files)} files hashed, {some:,} of {whole:,} bytes; of the rest the size"
+    assert verdict.parts[0].scope == [said]
+    for name, seen in ((weights[0], True), (weights[1], False), ("config.json", True)):
+        tamper.flip_bit(tmp_path / "o" / name, files[name].size - 3, bit=0)
+        assert (verify(tmp_path / "o", quick=True).parts[0].state == "failed") is seen
+        assert verify(tmp_path / "o").parts[0].state == "failed"
+        tamper.flip_bit(tmp_path / "o" / name, files[name].size - 3, bit=0)
+    (tmp_path / "o" / weights[1]).write_bytes(b"short")
+    assert verify(tmp_path / "o", quick=True).parts[0].state == "failed"
+
+
+def test_quick_measures_a_sample_of_what_was_encoded_anew(source: Path, tmp_path: Path) -> None:
+    repack(source, tmp_path / "o", target="rank-sliced", tp=1, mixed_k="lift", device="cpu")
+    stated = read_manifest(tmp_path / "o").facts["reencoded"]
+    check = "lifted and lowered matrices: error against what they came from"
+    whole, some = (numbers(verify(tmp_path / "o", source=source, quick=quick)) for quick in (False, True))
+    assert whole.checks[check].looked_at >= 2 * len(stated)
+    count = -(-len(stated) // QUICK_MATRICES)
+    assert 0 < count < len(stated)
+    assert any(f"matrices of another K: {count} of {len(stated)}, a sample, decoded by the codec" in line for line in some.scope)
+    assert any(f"matrices of another K: {len(stated)} decoded by the codec" in line for line in whole.scope)
+    assert some.checks["matrices of another K are those the manifest names"].looked_at == 1
 
 
 def test_what_is_sampled_depends_on_sizes() -> None:
@@ -157,7 +211,7 @@ def test_activations_of_a_file(source: Path, slabs: Path, tmp_path: Path) -> Non
         with pytest.raises(UsageError, match="activations: expected"):
             verify(slabs, source=source, activations=path)
     with pytest.raises(UsageError, match="expected --source"):
-        verify(slabs, quick=True)
+        verify(slabs, activations=path)
 
 
 # ---- a writer's mistakes, found in a sealed folder --------------------------------------------------------------------
