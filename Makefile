@@ -1,6 +1,6 @@
 # r7convert: every job has a target; plain `make` lists them.
 .DEFAULT_GOAL := help
-.PHONY: help demo test soak fuzz check fmt kernels test-gpu bench bench-codec bench-moe bench-reencode scale lock check-deps docs site wheel release-check clean
+.PHONY: help demo test soak fuzz check fmt kernels test-gpu bench bench-codec bench-moe bench-reencode sanitize scale lock check-deps docs site wheel release-check clean
 
 PYTHON ?= python3
 VENV   ?= .venv
@@ -62,8 +62,13 @@ bench-codec:  ## search, encode and decode on this machine's GPU, beside exllama
 bench-reencode:  ## one layer of GLM-5.2's size lifted to one K an expert, one shared expert encoded, on this machine's GPU
 	$(PYTHON) -m tests.gpu.bench_reencode
 
-bench-moe:  ## the fused routed experts on this machine's GPU, each checked before it is timed
+bench-moe:  ## the fused routed experts on this machine's GPU, each checked before it is timed, beside exllamav3 where it is importable
 	$(PYTHON) -m tests.gpu.bench_moe
+	$(PYTHON) -m tests.gpu.exllamav3_moe
+
+sanitize:  ## the fused kernels at small odd sizes under compute-sanitizer: memory, then races
+	compute-sanitizer --tool memcheck --report-api-errors no --kernel-name kns=moe_ --kernel-name kns=linear_ $(PYTHON) -m tests.gpu.sanitize
+	compute-sanitizer --tool racecheck --report-api-errors no --kernel-name kns=moe_ --kernel-name kns=linear_ $(PYTHON) -m tests.gpu.sanitize
 
 scale: $(VENV)/.ready  ## all of GLM-5.2's headers through the command line: time and memory of every target (minutes)
 	$(PY) -m tests.bench_scale
