@@ -83,7 +83,7 @@ def _split(readme: str) -> tuple[dict[str, Json], str]:
     if match := _FRONT.match(readme):
         try:
             parsed = yaml.safe_load(match[1])
-        except yaml.YAMLError:
+        except (yaml.YAMLError, ValueError, RecursionError):  # a date of month 99 is a ValueError
             parsed = None
         if isinstance(parsed, dict):
             metadata, readme = parsed, readme[match.end() :]
@@ -105,7 +105,8 @@ def _front_matter(metadata: Mapping[str, Json], base: str | None, target: str, *
         made["base_model"] = base
     if made.get("base_model"):
         made["base_model_relation"] = "quantized"
-    tags = [tag for tag in made.get("tags") or [] if isinstance(tag, str)]
+    named = made.get("tags")
+    tags = [tag for tag in (named if isinstance(named, list) else [named]) if isinstance(tag, str)]
     made["tags"] = [*tags, *(tag for tag in (*PROJECT_TAGS, target) if tag and tag not in tags)]
     return f"---\n{yaml.safe_dump(made, sort_keys=False, allow_unicode=True).strip()}\n---"
 

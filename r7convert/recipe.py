@@ -191,11 +191,14 @@ def _source(table: _Table | None, bad: Offences) -> tuple[Repo | None, Mapping[s
     sample = table.take("sample", dict, None)
     if sample is not None:
         table.finish()
-        known = {spec.name for spec in fields(Sample)}
-        for key in sample:
-            if key not in known:
+        defaults = {spec.name: spec.default for spec in fields(Sample)}
+        choices = {key: tuple(value) if isinstance(value, list) else value for key, value in sample.items()}
+        for key, value in choices.items():
+            if key not in defaults:
                 bad.add(f"{table.where}: sample", "unknown key", expected="a choice of `r7convert sample`", found=repr(key))
-        return None, {key: tuple(value) if isinstance(value, list) else value for key, value in sample.items()}
+            elif type(value) is not type(defaults[key]) or (isinstance(value, tuple) and not all(map(is_int, value))):
+                bad.add(f"{table.where}: sample: {key}", "value", expected=f"such as {defaults[key]!r}", found=repr(value)[:80])
+        return None, choices
     repo, commit = table.take("repo", str), table.take("commit", str)
     table.finish()
     if commit is not None and not _COMMIT.fullmatch(commit):

@@ -171,3 +171,25 @@ def test_card_of_a_real_folder_tells_nothing_of_this_machine(tmp_path: Path) -> 
     assert "| gate_proj |" in card
     assert str(tmp_path) not in card
     assert make_card(out, "org/out", read_manifest(out), check_verdict(out)).decode() == card
+
+
+@pytest.mark.parametrize(
+    "front",
+    [
+        "date: 2024-99-99",
+        "tags: 5",
+        "tags: {a: b}",
+        "tags: [[1], 2]",
+        "a: " + "[" * 5000,
+        "a: " + "9" * 5000,
+        "a: !!python/object/apply:os.system [x]",
+        "? [a]\n: b",
+        "a: &a [x, x]\nb: &b [*a, *a]\nc: &c [*b, *b]\nd: &d [*c, *c]\ne: &e [*d, *d]\nf: [*e, *e]",
+        "\x00",
+    ],
+)
+def test_hostile_metadata_of_a_readme(front: str) -> None:
+    manifest = Manifest("r7convert 0.1.0", {}, {"target": "exl3"})
+    card = render_card("org/name", manifest, VERDICT, f"---\n{front}\n---\n# body\n", CENSUS)
+    assert "# body" in card
+    assert len(card) < 20_000
