@@ -134,10 +134,10 @@ class _Joiner:
 
     def pieces(self, move: Move, count: int) -> list[Bytes]:
         """What each of `count` files gets."""
-        if len(move.sources) == 1 and move.field == "trellis" and count <= IOV_MAX:
+        if move.field == "trellis" and count <= IOV_MAX:
             if move.axis == "cols":
-                return self._source.read_columns(move.sources[0], move.rows, count)
-            return list(cut(self._source.read_entry(move.sources[0], passing=True), move, count))
+                return self._source.read_columns(move.sources, move.rows, count)
+            return list(cut(self._source.read_rows(move.sources), move, count))
         return list(cut(self.join(move), move, count))
 
     def join(self, move: Move) -> Bytes:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -40,34 +40,54 @@ class SourceFiles:
         it can go to the disk from where it is.
         """
         raw = self._room(nbytes) if passing else np.empty(nbytes, np.uint8)
+        self._fill(name, offset, raw)
+        return raw
+
+    def _fill(self, name: str, offset: int, raw: Bytes) -> None:
         fd, view = self._fd(name), raw.data
         while view:
             count = os.preadv(fd, [view], offset)
             if count == 0:
                 raise FormatError(complain(name, "file became shorter while it was read", do="Is something writing to it?"))
             view, offset = view[count:], offset + count
-        return raw
 
     def read_entry(self, entry: TensorEntry, *, passing: bool = False) -> Bytes:
         return self.read(entry.file, entry.offset, entry.nbytes, passing=passing)
 
-    def read_columns(self, entry: TensorEntry, rows: int, pieces: int) -> list[Bytes]:
-        """The equal columns of a matrix of rows, passing (see `read`): cut by the kernel while it copies, which saves a pass over the
-        bytes.
+    def read_rows(self, entries: Sequence[TensorEntry]) -> Bytes:
+        """Tensors one after the other, passing (see `read`)."""
+        whole, at = self._room(sum(entry.nbytes for entry in entries)), 0
+        for entry in entries:
+            self._fill(entry.file, entry.offset, whole[at : at + entry.nbytes])
+            at += entry.nbytes
+        return whole
+
+    def read_columns(self, entries: Sequence[TensorEntry], rows: int, pieces: int) -> list[Bytes]:
+        """The equal columns of a matrix of rows that tensors hold side by side, passing (see `read`): joined and cut by the kernel while
+        it copies, which saves two passes over the bytes.
         """
-        width = entry.nbytes // rows // pieces
-        buffers = list(self._room(entry.nbytes).reshape(pieces, -1))
-        fd, views = self._fd(entry.file), [buffer.data for buffer in buffers]
-        step = max(1, IOV_MAX // pieces)
+        buffers = list(self._room(sum(entry.nbytes for entry in entries)).reshape(pieces, -1))
+        tables = [buffer.reshape(rows, -1) for buffer in buffers]
+        width, begin = tables[0].shape[1], 0
+        for entry in entries:
+            end = begin + entry.nbytes // rows  # of the row that all tensors make together
+            spans = [(at, max(begin - at * width, 0), min(end - at * width, width)) for at in range(begin // width, -(-end // width))]
+            self._scatter(entry, rows, [tables[at][:, first:last] for at, first, last in spans])
+            begin = end
+        return buffers
+
+    def _scatter(self, entry: TensorEntry, rows: int, parts: Sequence[Bytes]) -> None:
+        """Each row of a tensor into the same row of each part, from left to right."""
+        fd, step, row_bytes = self._fd(entry.file), max(1, IOV_MAX // len(parts)), entry.nbytes // rows
         for first in range(0, rows, step):
             last = min(rows, first + step)
-            vectors = [view[row * width : (row + 1) * width] for row in range(first, last) for view in views]
-            offset, nbytes = entry.offset + first * pieces * width, (last - first) * pieces * width
+            vectors = [part[row].data for row in range(first, last) for part in parts]
+            offset, nbytes = entry.offset + first * row_bytes, (last - first) * row_bytes
             if os.preadv(fd, vectors, offset) != nbytes:  # a short read: again, piece by piece, where it will say why
-                lump = self.read(entry.file, offset, nbytes).reshape(last - first, pieces, width)
-                for at, buffer in enumerate(buffers):
-                    buffer.reshape(rows, width)[first:last] = lump[:, at]
-        return buffers
+                lump, at = self.read(entry.file, offset, nbytes).reshape(last - first, row_bytes), 0
+                for part in parts:
+                    part[first:last] = lump[:, at : at + part.shape[1]]
+                    at += part.shape[1]
 
     def _room(self, nbytes: int) -> Bytes:
         if self._scratch.nbytes < nbytes:

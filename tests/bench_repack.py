@@ -34,25 +34,30 @@ REPACK = """
 import json, os, resource, sys, time
 from pathlib import Path
 from r7convert.repack import repack
+def used():
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_utime + usage.ru_stime
 began = time.perf_counter()
 repack(Path(sys.argv[1]), Path(sys.argv[2]), target=sys.argv[3], tp=int(sys.argv[4]) if len(sys.argv) > 4 else None)
 os.sync()
-print(json.dumps([time.perf_counter() - began, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024]))
+print(json.dumps([time.perf_counter() - began, used(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024]))
 """
 PLAN = """
 import json, resource, sys, time
 from pathlib import Path
 from r7convert.checkpoint import read_checkpoint
 from r7convert.plan import plan_repack
+from r7convert.vectors import Vectors
 began = time.perf_counter()
 checkpoint = read_checkpoint(Path(sys.argv[1]))
 read = time.perf_counter() - began
-plan = plan_repack(checkpoint, target="slabs", tp=4, drop_mtp=True)
+plan = plan_repack(checkpoint, target="slabs", tp=int(sys.argv[2]), drop_mtp=True, vectors=Vectors(checkpoint.source))
 planned = time.perf_counter() - began
 index = len(plan.index()["weight_map"])
 indexed = time.perf_counter() - began
 tensors, files = len(checkpoint.tensors), len(checkpoint.headers)
-print(json.dumps([tensors, files, read, planned, index, indexed, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024]))
+peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+print(json.dumps([tensors, files, read, planned, index, indexed, time.process_time(), peak]))
 """
 
 
@@ -98,7 +103,7 @@ def write_source(folder: Path, layers: int, **choices: Any) -> int:
     return sum(path.stat().st_size for path in folder.iterdir())
 
 
-def write_hollow(folder: Path) -> None:
+def write_hollow(folder: Path, **choices: Any) -> None:
     """All of GLM-5.2's headers over files without blocks: 346 GB to look at, a few MB on disk."""
 
     def hollow(path: Path, tensors: list[SampleTensor], seed: int, progress: object) -> tuple[FileRecord, str]:
@@ -111,7 +116,7 @@ def write_hollow(folder: Path) -> None:
 
     really, sample._write_shard = sample._write_shard, hollow  # type: ignore[assignment]
     try:
-        sample.write_sample(folder, **GLM, experts=256, layers=78, dense=3)
+        sample.write_sample(folder, **{**GLM, "experts": 256, "layers": 78, "dense": 3, **choices})
     finally:
         sample._write_shard = really
 
@@ -127,12 +132,16 @@ def run(code: str, *arguments: object) -> list[float]:
 
 
 def bench_headers(chosen: argparse.Namespace) -> None:
-    source = chosen.work / "hollow"
-    write_hollow(source)
-    rows = [run(PLAN, source) for _ in range(3)]
-    tensors, files, read, planned, index, indexed, rss = (statistics.median(column) for column in zip(*rows, strict=True))
-    print(f"headers: {tensors:,.0f} tensors in {files:.0f} files: read {read:.1f} s, planned {planned:.1f} s,", end=" ")
-    print(f"index of {index:,.0f} names {indexed:.1f} s, peak RSS {rss:.0f} MiB (median of 3)")
+    for kind, tp in (("r7", 4), ("rank-sliced", 8)):
+        bench_kind_of_headers(chosen.work / "hollow", kind, tp)
+
+
+def bench_kind_of_headers(source: Path, kind: str, tp: int) -> None:
+    write_hollow(source, kind=kind, mode="uniform" if kind == "rank-sliced" else "mixed")
+    rows = [run(PLAN, source, tp) for _ in range(3)]
+    tensors, files, read, planned, index, indexed, used, rss = (statistics.median(column) for column in zip(*rows, strict=True))
+    print(f"headers: {kind}: {tensors:,.0f} tensors in {files:.0f} files: read {read:.1f} s, planned {planned:.1f} s,", end=" ")
+    print(f"index of {index:,.0f} names {indexed:.1f} s, CPU {used:.1f} s, peak RSS {rss:.0f} MiB (median of 3)")
     shutil.rmtree(source)
 
 
@@ -168,16 +177,19 @@ def pair_with_cp(chosen: argparse.Namespace, label: str, source: Path, target: s
     """Time both sides in turns, and hand back the last output of repack's."""
     output = chosen.work / "output"
     nbytes = sum(path.stat().st_size for path in source.iterdir())
-    caches, rows, rss = "", [], 0.0
+    caches, rows, cpu, rss = "", [], {"cp": 0.0, "repack": 0.0}, 0.0
 
     def copied() -> float:
-        began = time.perf_counter()
+        before, began = os.times(), time.perf_counter()
         subprocess.run(["sh", "-c", f"cp -r '{source}' '{output}' && sync"], check=True)
-        return time.perf_counter() - began
+        seconds, after = time.perf_counter() - began, os.times()
+        cpu["cp"] += after.children_user + after.children_system - before.children_user - before.children_system
+        return seconds
 
     def repacked() -> float:
         nonlocal rss
-        seconds, peak = run(REPACK, source, output, target, *([tp] if tp else []))
+        seconds, used, peak = run(REPACK, source, output, target, *([tp] if tp else []))
+        cpu["repack"] += used
         rss = max(rss, peak)
         return seconds
 
@@ -200,7 +212,8 @@ def pair_with_cp(chosen: argparse.Namespace, label: str, source: Path, target: s
         )
     what = f"{target}, tp {tp}" if tp else target
     print(f"{label}: {nbytes / 1e9:.2f} GB to {what}, {caches} caches: median ratio {statistics.median(rows):.2f}", end=" ")
-    print(f"(from {min(rows):.2f} to {max(rows):.2f}), peak RSS {rss:.0f} MiB")
+    print(f"(from {min(rows):.2f} to {max(rows):.2f}), peak RSS {rss:.0f} MiB,", end=" ")
+    print(f"CPU a pair: cp {cpu['cp'] / chosen.pairs:.1f} s, repack {cpu['repack'] / chosen.pairs:.1f} s")
     return kept
 
 
@@ -208,7 +221,7 @@ def bench_memory(chosen: argparse.Namespace) -> None:
     for factor in (0.5, 1, 2):
         source, output = chosen.work / "sized", chosen.work / "sized-output"
         nbytes = write_source(source, layers=max(2, round(factor * chosen.gb / 1.15)))
-        _, rss = run(REPACK, source, output, "rank-sliced", 4)
+        _, _, rss = run(REPACK, source, output, "rank-sliced", 4)
         print(f"memory: {nbytes / 1e9:.2f} GB: peak RSS {rss:.0f} MiB", flush=True)
         shutil.rmtree(source)
         shutil.rmtree(output)

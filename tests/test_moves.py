@@ -104,9 +104,34 @@ def test_columns_cut_while_reading(
     entry = TensorEntry("t", "U8", (rows * pieces * width,), "f", 9, rows * pieces * width)
     with SourceFiles(payload) as source:
         source.expect(entry)
-        made = source.read_columns(entry, rows, pieces)
+        made = source.read_columns([entry], rows, pieces)
         assert payload.held == ["f"]
     whole = np.frombuffer(raw[9:], np.uint8).reshape(rows, pieces, width)
     for at, piece in enumerate(made):
         assert (piece.reshape(rows, width) == whole[:, at]).all()
     assert payload.held == []
+
+
+@pytest.mark.parametrize("most", [None, 50])
+@pytest.mark.parametrize(("ranks", "pieces"), [(1, 4), (4, 8), (8, 4), (4, 1), (2, 3), (3, 2), (3, 3)])
+def test_ranks_joined_and_cut_while_reading(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int, pieces: int, most: int | None
+) -> None:
+    """Any tp to any tp, in one pass: columns of a matrix whose ranks stand in files of their own, and rows of one."""
+    rows, width = 700, 24 * 5
+    whole = np.random.default_rng(0).integers(0, 256, (rows, width), np.uint8)
+    entries = []
+    for rank, part in enumerate(np.split(whole, ranks, axis=1)):
+        (tmp_path / f"{rank}").write_bytes(bytes(rank) + part.tobytes())
+        entries.append(TensorEntry(f"t{rank}", "U8", (part.size,), f"{rank}", rank, part.size))
+    really = os.preadv
+
+    def short(fd: int, views: list[memoryview], offset: int) -> int:
+        return really(fd, views if most is None or len(views) == 1 else [views[0][:most]], offset)
+
+    monkeypatch.setattr(os, "preadv", short)
+    with SourceFiles(Here(tmp_path)) as source:
+        made = source.read_columns(entries, rows, pieces)
+        for piece, due in zip(made, np.split(whole, pieces, axis=1), strict=True):
+            assert (piece.reshape(rows, -1) == due).all()
+        assert (source.read_rows(entries) == np.concatenate([np.fromfile(tmp_path / e.file, np.uint8)[e.offset :] for e in entries])).all()
