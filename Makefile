@@ -30,6 +30,9 @@ CUTS ?= 600
 soak: $(VENV)/.ready  ## cut every stage at random, resume, compare: SEED=N CUTS=N, ONLY='STAGE:FAULT' for one cut again
 	$(PY) -m tests.soak --cuts $(CUTS) $(if $(SEED),--seed $(SEED)) $(if $(ONLY),--only '$(ONLY)') $(if $(JSON),--json $(JSON))
 
+harm: $(VENV)/.ready  ## harm one byte of each class of bytes of each output: verify and push have to see every one
+	R7_HARM=all $(PY) -m pytest -s tests/test_verify_classes.py
+
 check: $(VENV)/.ready  ## lint, format and types
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .

@@ -246,7 +246,12 @@ def _write_copy(folder: Folder, names: list[str], output: Path, report: Restampe
             shutil.rmtree(partial / STATE_DIR)
         if output.exists():
             output.rmdir()
-        partial.rename(output)
+        try:
+            partial.rename(output)
+        except OSError:
+            if not output.exists():
+                raise
+            raise ResourceError(complain(output, "made by another process meanwhile", do="Look whether it is what you want.")) from None
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise

@@ -5,20 +5,25 @@ Verdict -> Part (seal, contract, bytes, numbers) -> Check -> failures, at most 2
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from r7convert import __version__
 from r7convert.errors import SHOWN_OFFENDERS, FormatError, ResourceError, VerifyError, complain
-from r7convert.findings import Part
-from r7convert.format import is_int
-from r7convert.journal import VERDICT, manifest_digest
+from r7convert.evidence import is_ours
+from r7convert.findings import PARTS, Part
+from r7convert.format import STOCK_READERS, is_int
+from r7convert.journal import VERDICT, manifest_digest, read_manifest
 from r7convert.store import read_json, write_json
 
 Json = Any
 
 VERDICT_FORMAT = "r7convert-verdict-v1"
+_KEYS = {"format", "tool", "ok", "manifest_sha256", "target", "tp", "reader", "parts"}
+_RAN_KEYS = {"name", "state", "failures", "scope", "checks"}
+_CHECK_KEYS = {"name", "looked_at", "failures"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +39,7 @@ class Verdict:
     @property
     def ok(self) -> bool:
         """True if the seal and the contract ran, and no part that ran failed."""
-        states = {part.name: part.state for part in self.parts}
-        return states.get("seal") == states.get("contract") == "passed" and "failed" not in states.values()
+        return _is_ok({part.name: part.state for part in self.parts})
 
     def failure_lines(self) -> list[str]:
         """At most 20 lines over all parts, then a count."""
@@ -103,25 +107,48 @@ def read_verdict(folder: Path) -> Json:
     if not isinstance(value, dict) or value.get("format") != VERDICT_FORMAT or not isinstance(value.get("ok"), bool):
         raise VerifyError(complain(path, "verdict", expected=VERDICT_FORMAT, found="something else", do=do))
     parts = value.get("parts")
-    if not isinstance(parts, list) or not all(map(_is_part, parts)) or not is_int(value.get("tp")):
-        raise VerifyError(complain(path, "verdict", expected="`parts` and `tp`", found=sorted(value), do=do))
+    if value.keys() != _KEYS or not is_ours(str(value["tool"])) or not isinstance(parts, list) or not all(map(_is_part, parts)):
+        raise VerifyError(complain(path, "verdict", expected=sorted(_KEYS), found=sorted(value), do=do))
+    states = {part["name"]: part["state"] for part in parts}
+    if value["ok"] != _is_ok(states) or len(states) != len(parts):
+        raise VerifyError(complain(path, "verdict", expected="`ok` as its parts are", found=states, do=do))
     try:
         digest = manifest_digest(folder)
     except OSError:
         digest = "none"
     if value.get("manifest_sha256") != digest:
         raise VerifyError(complain(path, "verdict of another manifest", expected=digest, found=value.get("manifest_sha256"), do=do))
+    facts = read_manifest(folder).facts
+    tp = facts.get("tp")
+    due = {"target": facts.get("target", ""), "tp": tp if isinstance(tp, int) and is_int(tp) and tp > 0 else 1}
+    found = {key: value[key] for key in due}
+    if found != due or not is_int(value["tp"]) or value["reader"] not in STOCK_READERS:
+        raise VerifyError(complain(path, "verdict of another output", expected=due, found=found | {"reader": value["reader"]}, do=do))
     return value
 
 
+def _is_ok(states: Mapping[str, str]) -> bool:
+    return states.get("seal") == states.get("contract") == "passed" and "failed" not in states.values()
+
+
 def _is_part(value: Json) -> bool:
-    """Whether a part reads as `Part.to_json` writes it, as far as cards and reports quote it."""
-    if not isinstance(value, dict) or not all(isinstance(value.get(key), str) for key in ("name", "state")):
+    """Whether a part reads as `Part.to_json` writes it, with the state that its checks add up to."""
+    if not isinstance(value, dict) or value.get("name") not in PARTS:
         return False
-    checks, scope = value.get("checks", []), value.get("scope", [])
-    if not isinstance(scope, list) or not isinstance(checks, list):
+    if value.get("state") == "skipped":
+        return value.keys() == {"name", "state", "why"} and isinstance(value["why"], str)
+    checks, scope = value.get("checks"), value.get("scope")
+    if not _RAN_KEYS <= value.keys() <= _RAN_KEYS | {"layers"} or not isinstance(scope, list) or not isinstance(checks, list):
         return False
-    return all(isinstance(check, dict) and isinstance(check.get("name"), str) and "looked_at" in check for check in checks)
+    failures = 0
+    for check in checks:
+        if not isinstance(check, dict) or not _CHECK_KEYS <= check.keys() <= _CHECK_KEYS | {"shown", "notes"}:
+            return False
+        if not isinstance(check["name"], str) or not isinstance(check["looked_at"], str) or not is_int(check["failures"]):
+            return False
+        failures += check["failures"]
+    stated = value["failures"]
+    return is_int(stated) and stated == failures and value["state"] == ("failed" if failures else "passed")
 
 
 def _verify(folder: Path) -> str:

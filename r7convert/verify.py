@@ -34,6 +34,7 @@ from r7convert.store import PARTIAL, STATE_DIR, check_disjoint, check_plain_name
 from r7convert.team import Team
 from r7convert.verdict import Verdict, write_verdict
 from r7convert.verify_bytes import REENCODED, UNREAD, Compared, compare_carried, compare_layer
+from r7convert.verify_claims import check_against_source, check_stated
 from r7convert.verify_errors import check_errors
 from r7convert.verify_files import compare_config, compare_files, compare_metadata, is_r7
 from r7convert.verify_numbers import check_numbers, choose_layers, read_activations
@@ -133,6 +134,7 @@ def _judge(
         claims = Claims(target, judged_tp, reader, _object(facts.get("nonfinite")), _object(facts.get("encoded")))
         if team.is_first:
             output = check_contract(folder, manifest.files, contract, claims, threads=threads, progress=progress)
+            check_stated(contract, manifest, output)
         else:
             shards = [name for name in manifest.files if name.endswith(".safetensors") and (folder / name).exists()]
             output = gather(folder, shards, contract.check("headers are sound", "files"))
@@ -202,6 +204,7 @@ def _compare(
         done.absorb(compared)
     _check_accounting(source, output, done, dropped, facts, part)
 
+    check_against_source(part, facts, source, output, dropped)
     compare_config(source_folder, output, part, nominal=_mean_k(output), last_layer=last_layer)
     compare_metadata(source, output, part)
     stays_r7 = facts.get("target") == "r7" and is_r7(source_folder)

@@ -17,7 +17,8 @@ import numpy as np
 
 from r7convert.evidence import Evidence, LayerExperts, Payloads
 from r7convert.findings import Check, Part
-from r7convert.format import FIELDS, PROJECTIONS, TensorEntry, expert_module
+from r7convert.format import FIELDS, PROJECTIONS, TensorEntry, expert_module, is_int
+from r7convert.journal import MANIFEST
 from r7convert.ktable import FRESH, expected_step
 from r7convert.progress import Progress
 from r7convert.team import Team
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 Json = Any
 
 SAME = 1e-3  # of a stated figure: sums in another order and float32 in between
+REENCODED = {"from", "to", "relative_error", "original_error_before", "original_error"}
 REMARKABLE, ABSURD = 1.25, 4.0  # times the figure for Gaussian weights
 WORTH_NAMING = 3
 QUICK_MATRICES = 16
@@ -65,9 +67,10 @@ def check_errors(
         named.same("MANIFEST.json: reencoded", "modules", expected=sorted(module for module, *_ in changed), found=sorted(stated))
         _judge_recoded(measured, recoded, stated, facts, part)
         _name_worst(part, "matrices of another K", recoded, len(changed))
+        _judge_summary(part.check("the manifest's errors are those of its matrices", "summaries"), facts)
     if weights:
         _judge_encoded(read, errors, output, encoded, part)
-        _name_worst(part, "encoded matrices", errors, len(weights))
+        _name_worst(part, "encoded matrices", {name: error for name, (error, _) in errors.items()}, len(weights))
 
 
 Changed = tuple[str, str, list[TensorEntry], list[TensorEntry]]
@@ -105,7 +108,10 @@ def _recoded_error(changed: Changed, old: Payloads, new: Payloads, progress: Pro
     return _relative(was, now)
 
 
-def _encoded_error(entry: TensorEntry, output: Evidence, old: Payloads, new: Payloads, progress: Progress) -> float:
+def _encoded_error(
+    entry: TensorEntry, output: Evidence, old: Payloads, new: Payloads, progress: Progress
+) -> tuple[float, tuple[float, ...]]:
+    """Relative squared error of an encoded weight, whole and of each output channel."""
     import torch
 
     from r7convert import codec
@@ -116,7 +122,9 @@ def _encoded_error(entry: TensorEntry, output: Evidence, old: Payloads, new: Pay
     raw = np.ascontiguousarray(old.array(entry)).view(np.uint8).reshape(-1)
     weight = torch.from_numpy(raw).view(dtype).view(entry.shape).to(trellis.device).t().double()
     progress.advance(entry.nbytes, module)
-    return _relative(weight, codec.decode_matrix(trellis, suh, svh, bits=trellis.shape[2] // 16).double())
+    decoded = codec.decode_matrix(trellis, suh, svh, bits=trellis.shape[2] // 16).double()
+    energy, lost = weight.square().sum(0), (weight - decoded).square().sum(0)
+    return _relative(weight, decoded), tuple(torch.where(energy > 0, lost / energy, 0.0).tolist())
 
 
 def _judge_recoded(
@@ -134,17 +142,57 @@ def _judge_recoded(
         _judge(check, module, errors[module], what.get("relative_error"), bound)
 
 
+def _judge_summary(check: Check, facts: Mapping[str, Json]) -> None:
+    """The form of each matrix's figures, and that their summary is theirs; the figures are measured again."""
+    stated = {module: _object(said) for module, said in _object(facts.get("reencoded")).items()}
+    for module, said in stated.items():
+        whole = {"from", "to", "relative_error"} <= said.keys() <= REENCODED
+        check.expect(whole, f"{MANIFEST}: reencoded", module, expected="from, to, relative_error", found=sorted(said))
+    due: dict[str, float] = {}
+    for kind, sign in (("lifted", 1), ("lowered", -1)):
+        errors = [
+            said["relative_error"]
+            for said in stated.values()
+            if is_int(said.get("from")) and is_int(said.get("to")) and sign * (said["to"] - said["from"]) > 0
+            if isinstance(said.get("relative_error"), float)
+        ]
+        if errors:
+            due |= {f"mean_of_{kind}": math.fsum(errors) / len(errors), f"worst_of_{kind}": max(errors)}
+    found = _object(facts.get("errors"))
+    same = found.keys() == due.keys() and all(
+        isinstance(found[key], float) and math.isclose(found[key], value, rel_tol=1e-9) for key, value in due.items()
+    )
+    check.expect(same, MANIFEST, "errors", expected=due, found=found)
+
+
 def _judge_encoded(
-    weights: list[TensorEntry], errors: Mapping[str, float], output: Evidence, stated: Mapping[str, Json], part: Part
+    weights: list[TensorEntry],
+    errors: Mapping[str, tuple[float, tuple[float, ...]]],
+    output: Evidence,
+    stated: Mapping[str, Json],
+    part: Part,
 ) -> None:
     check = part.check("encoded matrices: error against the weight", "matrices")
+    columns = part.check("encoded matrices: the output channel that is worst", "matrices")
     for entry in weights:
         module = entry.name.removesuffix(".weight")
         bits = output.tensors[f"{module}.trellis"].shape[2] // 16
         said = stated.get(module)
         what = said if isinstance(said, dict) else {}
         check.same(module, "K", expected=bits, found=what.get("bits"))
-        _judge(check, module, errors[entry.name], what.get("relative_error"), FRESH.get(bits))
+        error, of_column = errors[entry.name]
+        _judge(check, module, error, what.get("relative_error"), FRESH.get(bits))
+        _judge_worst(columns, module, of_column, what.get("worst_column"))
+
+
+def _judge_worst(check: Check, module: str, of_column: tuple[float, ...], stated: Json) -> None:
+    """The channel that is stated has the error that is stated, and none has more; two may be equal but for rounding."""
+    worst = max(of_column)
+    at, error = stated if isinstance(stated, list) and len(stated) == 2 else (-1, 0.0)
+    same = False
+    if isinstance(at, int) and is_int(at) and 0 <= at < len(of_column) and isinstance(error, float):
+        same = abs(of_column[at] - error) <= SAME * error and of_column[at] >= (1 - SAME) * worst
+    check.expect(same, module, "[channel, error]", expected=stated, found=[of_column.index(worst), worst])
 
 
 def _judge(check: Check, module: str, error: float, stated: Json, gaussian: float | None) -> None:
@@ -173,6 +221,10 @@ def _whole(payloads: Payloads, pieces: list[TensorEntry], axis: int) -> Tensor:
     arrays = [payloads.array(entry) for entry in pieces]
     joined = torch.from_numpy(np.concatenate(arrays, axis) if len(arrays) > 1 else arrays[0])
     return joined.to("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def _object(value: Json) -> dict[str, Json]:
+    return value if isinstance(value, dict) else {}
 
 
 def _relative(before: Tensor, after: Tensor) -> float:

@@ -50,6 +50,7 @@ class Stage:
     hub: bool = False
     encodes: bool = False
     recipe: bool = False
+    judges: bool = False
     client_names: bool = False
 
     def command(self, world: Path, words: str = "") -> list[str]:
@@ -80,7 +81,7 @@ STAGES = (
         hub=True,
     ),
     Stage("push", f"push {{w}}/out {TARGET}", ONE_K, _SEALED, source="out", hub=True),
-    Stage("verify", "verify {w}/out --source {w}/source --device cpu", ONE_K, _SEALED[:1]),
+    Stage("verify", "verify {w}/out --source {w}/source --device cpu", ONE_K, _SEALED[:1], judges=True),
     Stage(
         "convert",
         "convert {w}/recipe.toml --source {w}/source --work {w}/work",
@@ -90,6 +91,7 @@ STAGES = (
         hub=True,
         encodes=True,
         recipe=True,
+        judges=True,
     ),
 )
 

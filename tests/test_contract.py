@@ -305,6 +305,8 @@ RULES: list[tuple[str, str, str, Harm]] = [
     ("shared", "the manifest says what this is", "tp is no number", manifest("tp", "2")),
     ("shared", "the manifest says what this is", "no reader level", manifest("reader", None)),
     ("shared", "the manifest says what this is", "some layers only", manifest("partial", {"layers": [1, 1]})),
+    ("shared", "every fact of the manifest", "another layout", manifest("rotation_layout", "per_expert_v1")),
+    ("shared", "every fact of the manifest", "a fact of no kind", manifest("quality", 1)),
     # files
     ("shared", "headers are sound", "a shard cut short", cut_short),
     ("shared", "headers: under", "no format pt", metadata("model-*", lambda m: {})),

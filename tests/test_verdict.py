@@ -61,21 +61,29 @@ def test_errors_of_a_parser_become_failures_line_by_line() -> None:
 
 
 def test_push_takes_only_an_ok_verdict_of_this_manifest(tmp_path: Path) -> None:
-    write_manifest(tmp_path, Manifest("r7convert", {}))
+    write_manifest(tmp_path, Manifest("r7convert", {}, {"target": "rank-sliced", "tp": 2}))
     with pytest.raises(VerifyError, match="nobody judged"):
         check_verdict(tmp_path)
     write_verdict(tmp_path, verdict(manifest_digest(tmp_path), passed("seal"), passed("contract")))
     assert check_verdict(tmp_path)["ok"] is True
     assert {path.name for path in tmp_path.iterdir()} == {"MANIFEST.json", VERDICT}
 
-    write_manifest(tmp_path, Manifest("r7convert", {}, {"tp": 4}))
+    write_manifest(tmp_path, Manifest("r7convert", {}, {"target": "rank-sliced", "tp": 2, "reader": "r28"}))
     with pytest.raises(VerifyError, match="another manifest"):
         check_verdict(tmp_path)
     write_verdict(tmp_path, verdict(manifest_digest(tmp_path), passed("seal")))
     with pytest.raises(VerifyError, match="failed"):
         check_verdict(tmp_path)
     written = read_json(tmp_path / VERDICT)
-    for broken in ([], {**written, "ok": 1}, {**written, "format": "other"}, {**written, "parts": None}):
+    parts = [{**written["parts"][0], "state": "failed"}], [{**written["parts"][0], "failures": 1}], written["parts"] * 2
+    others = ("target", "r7"), ("tp", 4), ("tp", True), ("reader", "r99"), ("tool", "x"), ("more", 1), *(("parts", part) for part in parts)
+    for broken in (
+        *({**written, key: value} for key, value in others),
+        [],
+        {**written, "ok": 1},
+        {**written, "format": "other"},
+        {**written, "parts": None},
+    ):
         write_json(tmp_path / VERDICT, broken)
         with pytest.raises(VerifyError):
             check_verdict(tmp_path)

@@ -1,4 +1,5 @@
-"""Small harm to a good output is found: one bit in each class of tensor, of header byte and of JSON value, and harm at random.
+"""Small harm to a good output is found and named: one bit in each class of tensor and of header byte, and harm at random. That no class
+of bytes is missing, JSON and manifest included, is tests/test_verify_classes.py.
 
 All of it is sealed again but for the last test of the seal itself: it is what a wrong writer would have made.
 """
@@ -86,38 +87,7 @@ def test_one_bit_in_each_class_of_header_byte_is_found(make: Callable[[str], Mad
     assert looked >= 13 * len(kinds)
 
 
-# ---- each value and key of each JSON file ---------------------------------------------------------------------------
-
-
-# What one rule judges, whatever the target, is looked at in the first output alone; slabs.json in the output with the most tiers.
-ONE_RULE = {"quantization_config.json", tamper.INDEX, "tokenizer.json", "tokenizer_config.json", "generation_config.json"}
-OWN_RULES = ("quantization_config", "hybrid_tr3_tail", "r7convert_provenance")
-
-
-@pytest.mark.parametrize("name", [name for name in OUTPUTS if name != "rank-sliced per_expert_v1"])
-def test_each_value_and_key_of_each_json_file_is_judged(make: Callable[[str], Made], tmp_path: Path, name: str) -> None:
-    made, is_first = make(name), name == next(iter(OUTPUTS))
-    files = {path.name for path in made.output.glob("*.json")} - {MANIFEST, VERDICT}
-    assert files > ONE_RULE
-    looked = 0
-    for file in sorted(files - {"slabs.json"} if is_first else files - ONE_RULE):
-        value = read_json(made.output / file)
-        changes = {label: (path, kind) for label, path, kind in tamper.json_changes(value)}
-        if file in ONE_RULE:  # one of each first and last word: thousands of names stand under one rule
-            changes = {(kind, path[0], str(path[-1])[-4:]): (path, kind) for path, kind in changes.values()}
-        for label, (path, kind) in changes.items():
-            if file == "config.json" and not is_first and not str(label).removeprefix("key ").startswith(OWN_RULES):
-                continue
-            folder = tamper.copy_output(made.output, tmp_path / "copy")
-            changed = json.loads(json.dumps(value))
-            tamper.apply_change(changed, path, kind)
-            assert changed != value
-            tamper.put(folder / file, json.dumps(changed).encode())
-            tamper.reseal(folder)
-            assert not made.judge(folder).ok, f"{file}: {label}"
-            looked += 1
-            shutil.rmtree(folder)
-    assert looked >= 80
+# ---- the seal -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", OUTPUTS)
@@ -132,24 +102,6 @@ def test_one_bit_in_each_file_breaks_the_seal(make: Callable[[str], Made], tmp_p
         verdict = verify(folder, threads=1)
         assert "seal" in failed_parts(verdict)
         assert f"{file}: SHA-256" in lines_of(verdict)
-
-
-@pytest.mark.usefixtures("without_numbers")
-def test_what_the_manifest_says_is_judged(make: Callable[[str], Made], tmp_path: Path) -> None:
-    made = make("rank-sliced shared_h_v1")
-    manifest = read_json(made.output / MANIFEST)
-    claims = {"tool", "source", "rotation_layout", "moe_layers", "allow_nonfinite", "layers", "zeros", "drop_mtp", "partial"}
-    harmless = {"key reader"}  # none stated: judged as r28
-    looked = set()
-    for label, path, kind in tamper.json_changes(manifest):
-        if label.removeprefix("key ").split(".")[0] in claims or label in looked | harmless:
-            continue
-        looked.add(label)
-        folder = tamper.copy_output(made.output, tmp_path / "copy")
-        tamper.edit_json(folder / MANIFEST, lambda value, path=path, kind=kind: tamper.apply_change(value, path, kind))
-        assert not made.judge(folder).ok, label
-        shutil.rmtree(folder)
-    assert {"target", "tp", "reader", "format", "accounting.sliced.tensors"} <= looked
 
 
 # ---- harm at random -------------------------------------------------------------------------------------------------
