@@ -25,6 +25,7 @@ from r7convert.push import pack
 from r7convert.repack import repack
 from r7convert.sample import write_sample
 from r7convert.store import read_json
+from r7convert.verify import verify
 from tests import tamper
 from tests.byte_classes import Span, spans
 from tests.folders import edited_shard
@@ -65,6 +66,7 @@ def made(make: Callable[[str], Made], tmp_path_factory: pytest.TempPathFactory) 
             (source / ".cache/r7convert").mkdir(parents=True)
             (source / ".cache/r7convert/download.json").write_text(json.dumps({"repo": "org/glm", "commit": "7c" * 20}))
             repack(source, output, target="exl3", allow_nonfinite=True)
+        verify(output, source=source, threads=1)
         return Made(source, output)
 
     return get
