@@ -238,3 +238,19 @@ def test_the_target_follows_from_the_names(tmp_path: Path) -> None:
     write_json(tmp_path / "json/config.json", config)
     with pytest.raises(UnsupportedError, match="no sign of EXL3"):
         restamp(tmp_path / "json")
+
+
+def test_an_output_that_another_process_makes_meanwhile_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_sample(tmp_path / "s", hidden=128, intermediate=128)
+    source, real = tmp_path / "s", Path.rename
+
+    def late(self: Path, target: Path) -> Path:
+        if self.name.endswith(".stamping"):
+            (target / "theirs").mkdir(parents=True)
+        return real(self, target)
+
+    monkeypatch.setattr(Path, "rename", late)
+    with pytest.raises(ResourceError, match="made by another process meanwhile"):
+        restamp(source, output=tmp_path / "o")
+    assert [path.name for path in (tmp_path / "o").iterdir()] == ["theirs"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["o", "s"]
