@@ -153,15 +153,15 @@ def _rotation_layout(layers: Sequence[ExpertLayer], vectors: Vectors, reader: st
     if wanted == PER_EXPERT_V1 or reader == "r14":
         return PER_EXPERT_V1, []
     for layer in layers:
-        odd = vectors.find_own(layer)
-        if odd is None and not layer.is_canonical:
-            odd = f"{layer.base}.shared_h"  # a name that no reader knows outside mlp.experts
-        if odd is None:
+        odd, why = vectors.find_own(layer), f"experts of layer {layer.layer} have hidden-side vectors of their own"
+        if odd is None and layer.is_canonical:
             continue
+        if odd is None:
+            odd, why = layer.base, f"no reader knows shared vectors under {layer.base}"
         if wanted == SHARED_H_V1:
             do = f"Use --rotation-layout {PER_EXPERT_V1}, or --drop-mtp if it is an MTP layer."
-            raise UnsupportedError(complain(odd, SHARED_H_V1, expected="the vector of expert 0", found="another", do=do))
-        return PER_EXPERT_V1, [f"rotation layout {PER_EXPERT_V1}: experts of layer {layer.layer} have hidden-side vectors of their own"]
+            raise UnsupportedError(complain(odd, SHARED_H_V1, expected="the vector of expert 0, under mlp.experts", found=why, do=do))
+        return PER_EXPERT_V1, [f"rotation layout {PER_EXPERT_V1}: {why}"]
     return SHARED_H_V1, []
 
 

@@ -10,12 +10,14 @@ from typing import Any
 import pytest
 import torch
 
+from r7convert.address import Repo
 from r7convert.card import render_card
 from r7convert.checkpoint import read_checkpoint
 from r7convert.errors import FormatError, R7Error, UnsupportedError
 from r7convert.format import PER_EXPERT_V1, SHARED_H_V1, is_expert_name
 from r7convert.inspect import inspect
 from r7convert.journal import MANIFEST, VERDICT, read_manifest
+from r7convert.push import push
 from r7convert.repack import repack
 from r7convert.report import report
 from r7convert.sample import write_sample
@@ -24,6 +26,7 @@ from r7convert.store import read_header, read_json
 from r7convert.verify import verify
 from tests import tamper
 from tests.folders import contents, edited_shard, tree
+from tests.hub_server import HubServer
 from tests.matrix import KINDS, SMALL, TP, outcome, quantized_head
 from tests.outputs import failed_parts, lines_of
 
@@ -110,6 +113,16 @@ def test_where_a_stock_server_takes_dense_exl3_is_said_before_and_after(made: Ma
     contract = verify(tmp_path / "output").parts[1]
     failed = {check.name: check.shown for check in contract.checks.values() if check.failures}
     assert "lm_head: layer of a dense EXL3 module" in failed["dense EXL3 only in layers a stock reader takes it in"][0]
+
+
+@pytest.mark.parametrize(("kind", "target"), [("slabs", "r7"), ("sliced", "rank-sliced"), ("deepseek-v4", "exl3")])
+def test_what_came_of_another_kind_can_be_pushed(hub: HubServer, made: Made, tmp_path: Path, kind: str, target: str) -> None:
+    repack(made(kind), tmp_path / "output", target=target, tp=TP[target], threads=1)
+    verify(tmp_path / "output", source=made(kind), threads=1, device="cpu").check()
+    push(tmp_path / "output", Repo("org/out"), private=True)
+    there = hub.files("org/out")
+    assert there.keys() >= read_manifest(tmp_path / "output").files.keys()
+    assert f"`{target}` target" in hub.read("org/out", "README.md").decode()
 
 
 # ---- there and back --------------------------------------------------------------------------------------------------
