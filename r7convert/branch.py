@@ -15,7 +15,7 @@ from typing import Any
 from r7convert.address import Repo
 from r7convert.errors import UsageError, VerifyError, complain
 from r7convert.hub import HubFile, Snapshot, hub_api, patiently, read_snapshot, speaking
-from r7convert.store import FileRecord
+from r7convert.store import FileRecord, hash_file
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +39,13 @@ class Outgoing:
     def _git_oid(self) -> str:
         data = self.data if isinstance(self.data, bytes) else self.data.read_bytes()
         return hashlib.sha1(b"blob %d\0" % len(data) + data, usedforsecurity=False).hexdigest()
+
+
+def check_same(file: Outgoing, sha256: str, repo: str) -> None:
+    """Raises:  VerifyError if the file is no longer what its record says."""
+    if sha256 != file.record.sha256:
+        do = "The file changed since it was sealed: verify again."
+        raise VerifyError(complain(f"{repo}: {file.name}", "sha256 at upload", expected=file.record.sha256, found=sha256, do=do))
 
 
 @dataclass(slots=True)
@@ -82,18 +89,14 @@ class Branch:
             if hashed:  # at an earlier try; a terabyte is not read twice
                 for addition, file in zip(additions, todo, strict=True):
                     addition.upload_info.sha256 = bytes.fromhex(file.record.sha256)
-            api.preupload_lfs_files(self.repo, additions, revision=self.ref)
+            try:
+                api.preupload_lfs_files(self.repo, additions, revision=self.ref)
+            except RuntimeError:  # the client's word for whatever ended an upload: the Hub takes no bytes but those it was told of
+                for file in todo:
+                    check_same(file, hash_file(file.data).sha256 if isinstance(file.data, Path) else file.record.sha256, self.repo)
+                raise
             for addition, file in zip(additions, todo, strict=True):
-                if addition.upload_info.sha256.hex() != file.record.sha256:
-                    raise VerifyError(
-                        complain(
-                            f"{self.repo}: {file.name}",
-                            "sha256 at upload",
-                            expected=file.record.sha256,
-                            found=addition.upload_info.sha256.hex(),
-                            do="The file changed since it was sealed: verify again.",
-                        )
-                    )
+                check_same(file, addition.upload_info.sha256.hex(), self.repo)
             hashed = True
             operations = [*additions, *(CommitOperationDelete(name) for name in gone)]
             info = api.create_commit(self.repo, operations, commit_message=message, revision=self.ref, parent_commit=self.head.commit)

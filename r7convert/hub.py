@@ -262,6 +262,9 @@ def speaking(where: object) -> Iterator[None]:
             ) from None
         do = {errno.ENOSPC: "Free some space.", errno.EACCES: "Check permissions."}.get(error.errno, "")
         raise ResourceError(complain(where, error.strerror or type(error).__name__, do=do)) from None
+    except RuntimeError as error:  # the client's word for an upload that ended, whatever the cause
+        found = _cause(error.__cause__ or error)
+        raise NetworkError(complain(where, "transfer failed", expected="success", found=found, do="Run again.")) from None
     except ValueError as error:
         raise NetworkError(complain(where, "the Hub refused", expected="success", found=_cause(error))) from None
 

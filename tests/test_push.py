@@ -226,6 +226,21 @@ def test_bytes_that_changed_since_the_seal_never_reach_the_branch(hub: HubServer
     assert set(hub.files(REPO.id)) == {".gitattributes"}
 
 
+def test_bytes_that_change_while_they_go_up_never_reach_the_branch(hub: HubServer, out: Path) -> None:
+    """The client has hashed the file and then sends other bytes: the Hub refuses them, and we say why."""
+    name = weights(out)[0]
+
+    def change() -> None:
+        data = bytearray((out / name).read_bytes())
+        data[-1] ^= 1
+        (out / name).write_bytes(data)
+
+    hub.faults.append(Fault("POST .*/info/lfs/objects/batch", call=change))
+    with pytest.raises(VerifyError, match=rf"org/out: {name}: sha256 at upload: expected \w+, got \w+\. The file changed"):
+        push(out, REPO)
+    assert set(hub.files(REPO.id)) == {".gitattributes"}
+
+
 def test_wrong_digest_on_the_hub_is_named_at_the_end(hub: HubServer, out: Path) -> None:
     def meddle() -> None:
         repo = hub.repos[REPO.id]
