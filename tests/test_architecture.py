@@ -58,7 +58,7 @@ LEVELS = {
     "contract_slabs": 4,
     "contract_values": 4,
     "verify_bytes": 4,
-    "verify_claims": 4,
+    "verify_claims": 5,
     "verify_errors": 4,
     "verify_files": 4,
     "contract": 5,

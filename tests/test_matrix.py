@@ -172,6 +172,7 @@ def test_repack_of_its_own_output_changes_no_byte(made: Made, tmp_path: Path) ->
     once, twice = tree(tmp_path / "once"), tree(tmp_path / "twice")
     assert {name for name in once if once[name] != twice[name]} == {MANIFEST}
     assert set(again.plan.accounting) == {"kept"}
+    verify(tmp_path / "twice", source=tmp_path / "once", threads=1, device="cpu").check()
 
 
 # ---- ranks that do not belong together -------------------------------------------------------------------------------
