@@ -8,6 +8,7 @@ ends in the same bytes. The originals stand under .r7convert/before-stamp/ befor
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 from collections.abc import Iterable
@@ -244,12 +245,12 @@ def _write_copy(folder: Folder, names: list[str], output: Path, report: Restampe
             sync_folder(partial)
         if (partial / STATE_DIR).exists():
             shutil.rmtree(partial / STATE_DIR)
-        if output.exists():
-            output.rmdir()
         try:
+            if output.exists():
+                output.rmdir()
             partial.rename(output)
-        except OSError:
-            if not output.exists():
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                 raise
             raise ResourceError(complain(output, "made by another process meanwhile", do="Look whether it is what you want.")) from None
     except BaseException:

@@ -240,17 +240,20 @@ def test_the_target_follows_from_the_names(tmp_path: Path) -> None:
         restamp(tmp_path / "json")
 
 
-def test_an_output_that_another_process_makes_meanwhile_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("call", ["rename", "rmdir"])
+def test_an_output_that_another_process_makes_meanwhile_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
     write_sample(tmp_path / "s", hidden=128, intermediate=128)
-    source, real = tmp_path / "s", Path.rename
+    output, real = tmp_path / "o", getattr(Path, call)
+    if call == "rmdir":
+        output.mkdir()
 
-    def late(self: Path, target: Path) -> Path:
-        if self.name.endswith(".stamping"):
-            (target / "theirs").mkdir(parents=True)
-        return real(self, target)
+    def late(self: Path, *args: Path) -> Any:
+        if self.name.endswith(".stamping") or self == output:
+            (output / "theirs").mkdir(parents=True)
+        return real(self, *args)
 
-    monkeypatch.setattr(Path, "rename", late)
+    monkeypatch.setattr(Path, call, late)
     with pytest.raises(ResourceError, match="made by another process meanwhile"):
-        restamp(source, output=tmp_path / "o")
-    assert [path.name for path in (tmp_path / "o").iterdir()] == ["theirs"]
+        restamp(tmp_path / "s", output=output)
+    assert [path.name for path in output.iterdir()] == ["theirs"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["o", "s"]
