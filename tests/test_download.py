@@ -7,6 +7,7 @@ import json
 import os
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,6 +15,7 @@ from r7convert.address import RECEIPT, Repo, read_origin
 from r7convert.checkpoint import INDEX
 from r7convert.download import download
 from r7convert.errors import FormatError, InputError, NetworkError, ResourceError, UsageError
+from r7convert.journal import Journal
 from r7convert.progress import Progress
 from r7convert.source import Folder
 from tests.hub_server import TOKEN, Fault, HubServer
@@ -377,3 +379,23 @@ def test_receipt_is_plain(hub: HubServer, tmp_path: Path) -> None:
     assert TOKEN not in text
     assert str(tmp_path) not in text
     assert "127.0.0.1" not in text
+
+
+def test_a_file_is_on_the_disk_before_the_journal_says_so(hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A power cut after the entry would else leave zeros of the right size, which a resume takes for proven."""
+    hub.add_repo("org/two", {"config.json": b"{}", "model.safetensors": b"x" * 5000})
+    sync, record, synced, entered = os.fsync, Journal.record, set[str](), list[str]()
+
+    def noted(fd: int) -> None:
+        synced.add(Path(f"/proc/self/fd/{fd}").readlink().name)
+        sync(fd)
+
+    def entering(self: Journal, name: str, *rest: Any) -> None:
+        assert name in synced
+        entered.append(name)
+        record(self, name, *rest)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    monkeypatch.setattr(Journal, "record", entering)
+    download(Repo("org/two"), tmp_path / "out")
+    assert sorted(entered) == ["config.json", "model.safetensors"]
