@@ -98,9 +98,13 @@ def _child(words: list[str], notes: Path, told: int, go: int, make_tap: Callable
         except SystemExit as leaving:
             code = leaving.code if isinstance(leaving.code, int) else 0
     finally:
-        with contextlib.suppress(BaseException):
-            sys.stdout.flush()
-            sys.stderr.flush()
-        if tap is not None:
-            _write(told, json.dumps({"steps": tap.counts, "struck": tap.struck}).encode())
-        os._exit(code)
+        try:  # a signal may still come, and nothing of the parent's may run in here
+            for number in (signal.SIGTERM, signal.SIGINT):
+                signal.signal(number, signal.SIG_IGN)
+            with contextlib.suppress(Exception):
+                sys.stdout.flush()
+                sys.stderr.flush()
+            if tap is not None:
+                _write(told, json.dumps({"steps": tap.counts, "struck": tap.struck}).encode())
+        finally:
+            os._exit(code)

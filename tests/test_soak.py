@@ -20,19 +20,19 @@ from tests.hub_server import HubServer
 from tests.soak import Soak
 from tests.soak_stages import STAGES, Stage
 
-CUTS = 40
+CUTS = 24
 
 
 def test_cuts_at_random(tmp_path: Path) -> None:
     """Some stages, some cuts, another seed each time; `make soak` has all of them."""
     report = tmp_path / "report.json"
-    command = [sys.executable, "-m", "tests.soak", "--cuts", str(CUTS), "--stages", "6", "--json", str(report)]
+    command = [sys.executable, "-m", "tests.soak", "--cuts", str(CUTS), "--stages", "5", "--json", str(report)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     print(done.stdout)
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(report.read_text())
     assert sum(line["cuts"] for line in found["outcomes"]) == CUTS
-    assert len({line["stage"] for line in found["outcomes"]}) == 6
+    assert len({line["stage"] for line in found["outcomes"]}) == 5
     assert len({line["kind"] for line in found["outcomes"]}) > 10
     assert any("resumed" in line["outcome"] for line in found["outcomes"])
     assert all(sum(steps.values()) > 50 for steps in found["steps"].values())
