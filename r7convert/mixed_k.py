@@ -66,9 +66,8 @@ class KChoice:
         """What the manifest states of the choice; None where nothing had to be chosen."""
         if self.chosen is None or self.name == "refuse":
             return None
-        made: dict[str, Json] = {"name": self.name, "budget": None, "importance": None}
-        if self.budget is not None:
-            made["budget"] = self.chosen.budget_bytes
+        # The bytes that held, named or not: `fit` without --budget keeps the payload's own.
+        made: dict[str, Json] = {"name": self.name, "budget": self.chosen.budget_bytes, "importance": None}
         if self.importance is not None:
             made["importance"] = hashlib.sha256(repr(sorted(self.importance.items())).encode()).hexdigest()
         table = repr([(layer.layer, layer.expert_bits.tolist()) for layer in self.chosen.layers])

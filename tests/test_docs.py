@@ -81,6 +81,7 @@ def test_the_error_page_has_every_refusal() -> None:
 def test_screens_are_what_the_commands_print(page: Path) -> None:
     text = page.read_text()
     assert is_same(text, make_docs.with_screens(text)), f"{page.name} {STALE}"
+    assert not re.search(r"^\w+ +failed +[1-9]", text, re.MULTILINE), f"{page.name} shows a verdict that failed"
     for shown in re.findall(r"^```text\n(.*?)^```", text, re.DOTALL | re.MULTILINE):
         assert max(map(len, (line for line in shown.splitlines() if not line.startswith(("$ ", "error: "))))) <= 80
 
