@@ -79,7 +79,7 @@ class Fault:
     call: Callable[[], None] | None = None  # run this first (move a branch, kill the client)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Request:
     method: str
     path: str
@@ -342,34 +342,35 @@ class _Handler(BaseHTTPRequestHandler):
         for name, value in answer.headers.items():
             self.send_header(name, value)
         self.send_header("Content-Length", str(stop - start))
-        self.end_headers()
-        sent = 0
-        if self.command != "HEAD":
-            sent = self._send_body(answer.body, start, stop, fault)
         authorized = self.headers.get("Authorization") == f"Bearer {TOKEN}"
-        with self.hub.lock:
-            self.hub.requests.append(Request(self.command, self.path, self.port_name, authorized, asked, status, sent))
-        if sent < stop - start and self.command != "HEAD":
+        request = Request(self.command, self.path, self.port_name, authorized, asked, status, 0)
+        with self.hub.lock:  # before a byte goes out: whoever has the whole answer finds its request here
+            self.hub.requests.append(request)
+        self.end_headers()
+        if self.command == "HEAD":
+            return
+        self._send_body(answer.body, start, stop, fault, request)
+        if request.sent_bytes < stop - start:
             raise Lost
 
-    def _send_body(self, body: bytes | Path, start: int, stop: int, fault: Fault | None) -> int:
+    def _send_body(self, body: bytes | Path, start: int, stop: int, fault: Fault | None, request: Request) -> None:
+        """Counts in `request` what is about to be written, for the same reason."""
         if fault is not None and fault.cut is not None:
             stop = min(stop, start + fault.cut)
-        sent = 0
         if isinstance(body, bytes):
             block = bytearray(body[start:stop])
             if fault is not None and fault.corrupt and block:
                 block[len(block) // 2] ^= 1
+            request.sent_bytes = len(block)
             self.wfile.write(block)
-            return len(block)
+            return
         with body.open("rb") as file:
             file.seek(start)
-            while sent < stop - start and (data := file.read(min(BLOCK_BYTES, stop - start - sent))):
-                if fault is not None and fault.corrupt and not sent:
+            while (left := stop - start - request.sent_bytes) > 0 and (data := file.read(min(BLOCK_BYTES, left))):
+                if fault is not None and fault.corrupt and not request.sent_bytes:
                     data = bytes([data[0] ^ 1]) + data[1:]
+                request.sent_bytes += len(data)
                 self.wfile.write(data)
-                sent += len(data)
-        return sent
 
     # -- routes -------------------------------------------------------------------------------------------------------
 
