@@ -1,6 +1,6 @@
 # r7convert: every job has a target; plain `make` lists them.
 .DEFAULT_GOAL := help
-.PHONY: help demo test soak fuzz check fmt kernels test-gpu bench bench-codec bench-moe bench-reencode sanitize scale lock check-deps docs site wheel release-check clean
+.PHONY: help demo test soak harm fuzz check fmt kernels test-gpu bench bench-codec bench-moe bench-reencode sanitize scale lock check-deps docs site wheel release-check clean
 
 PYTHON ?= python3
 VENV   ?= .venv

@@ -124,7 +124,9 @@ def encode_matrix(weight: Tensor, *, bits: int, seed: int, name: str) -> Encoded
     """As codec.encode_matrix."""
     from r7convert import codec, kernels
 
-    return codec.encode_matrix(weight, bits=bits, seed=seed, search=search_tiles, hadamard=kernels.hadamard_128, name=name)
+    return codec.encode_matrix(
+        weight, bits=bits, seed=seed, search=search_tiles, hadamard=kernels.hadamard_128, decode=kernels.decode_matrix, name=name
+    )
 
 
 def reencode_matrix(trellis: Tensor, *, bits_from: int, bits_to: int) -> Reencoded:

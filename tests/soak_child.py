@@ -18,7 +18,6 @@ from typing import NoReturn
 from tests.faults import Tap
 
 LONGEST_S = 120
-HUNG = -signal.SIGALRM
 _write, _read = os.write, os.read  # a tap wraps those of os
 
 
